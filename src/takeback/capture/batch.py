@@ -1,0 +1,103 @@
+"""Takes a batch apart into tensors and everything else, and puts it together again.
+
+In: any nesting of tuples, lists, dicts, mappings, dataclasses, namedtuples and registered pytrees. Out: the tensors in
+order, and a hashable key of all the rest, which a plan is looked up by.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree  # no public equivalent; checked on 2.11 and 2.13
+
+from takeback.errors import CaptureError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def tensors_of(batch: object) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+    _walk(batch, found)
+    return found
+
+
+def take_apart(batch: object) -> tuple[list[torch.Tensor], Hashable]:
+    """The tensors of a batch in order, and a key: two batches with equal keys may share a plan."""
+    tensors: list[torch.Tensor] = []
+    return tensors, _walk(batch, tensors)
+
+
+def tensor_key(t: torch.Tensor) -> Hashable:
+    return (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+
+
+def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+        return tensor_key(node)
+    kind = type(node)
+    if kind in _PLAIN:
+        return (kind, node)
+    if isinstance(node, Mapping):
+        return (kind, tuple((k, _walk(v, tensors)) for k, v in node.items()))
+    if isinstance(node, tuple | list):
+        return (kind, tuple(_walk(v, tensors) for v in node))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return (kind, tuple(_walk(getattr(node, f.name), tensors) for f in dataclasses.fields(node)))
+    if kind in pytree.SUPPORTED_NODES:
+        children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
+        return (kind, repr(context), tuple(_walk(v, tensors) for v in children))
+    try:
+        hash(node)
+    except TypeError:
+        raise CaptureError(
+            f"the batch holds a {kind.__module__}.{kind.__qualname__}, which is neither a tensor, a container nor "
+            f"hashable, so takeback cannot tell one batch from the next. Pass its tensors, or register it as a pytree."
+        ) from None
+    return (kind, node)
+
+
+def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """The same batch with every leaf of that kind replaced; containers are rebuilt, the caller's are left alone."""
+    if isinstance(node, kind):
+        return change(node)
+    of = type(node)
+    if isinstance(node, Mapping):
+        rebuilt = {k: map_leaves(v, kind, change) for k, v in node.items()}
+        return rebuilt if of is dict else of(rebuilt)  # type: ignore[call-arg]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return of(*(map_leaves(v, kind, change) for v in node))
+    if isinstance(node, tuple | list):
+        return of(map_leaves(v, kind, change) for v in node)
+    if of in pytree.SUPPORTED_NODES:
+        children, context = pytree.SUPPORTED_NODES[of].flatten_fn(node)
+        return pytree.SUPPORTED_NODES[of].unflatten_fn([map_leaves(v, kind, change) for v in children], context)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = [f.name for f in dataclasses.fields(node) if f.init]
+        return dataclasses.replace(node, **{f: map_leaves(getattr(node, f), kind, change) for f in fields})
+    return node
+
+
+def map_tensors(node: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    return map_leaves(node, torch.Tensor, change)
+
+
+def microbatch(batch: Any, index: int, count: int) -> Any:
+    """The `index`-th of `count` equal parts of a batch along dimension 0. Scalars go to every part."""
+
+    def part(t: torch.Tensor) -> torch.Tensor:
+        if t.dim() == 0:
+            return t
+        rows, rest = divmod(t.shape[0], count)
+        if rest:
+            raise CaptureError(
+                f"accumulate={count} does not divide a batch of {t.shape[0]} rows (a tensor of shape "
+                f"{tuple(t.shape)}). Choose a batch size that is a multiple of {count}."
+            )
+        return t.narrow(0, index * rows, rows)
+
+    return map_tensors(batch, part)

@@ -1,0 +1,251 @@
+"""The recorded step as plain data: a `Program` is a list of `Op`s over `Region`s of `Buffer`s, and nothing else.
+
+Views are not ops here: a view is a `Region`, a geometry over the buffer it looks into, so a program holds only what
+moves bytes. Every write to a buffer makes a new value of that buffer; program order says which value a read means.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NewType
+
+import torch
+
+BufferId = NewType("BufferId", int)
+
+#: An argument of an op: a Region, a HyperScalar, a plain Python constant, or a tuple of these.
+Argument = object
+
+
+class Role(enum.Enum):
+    """Who owns a buffer, which decides who may write it and when."""
+
+    PARAMETER = "parameter"
+    BUFFER = "module buffer"
+    STATE = "optimizer state"
+    BATCH = "batch"
+    CLOSURE = "closure tensor"
+    CONSTANT = "constant"
+    INTERNAL = "internal"
+
+    @property
+    def borrowed(self) -> bool:
+        return self is not Role.INTERNAL
+
+
+class Phase(enum.Enum):
+    """The part of the step an op belongs to. Only UPDATE ops may change what the user owns for good."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Special(enum.Enum):
+    """Ops that are not kernels: they carry the random state through the step, or hold a Python value."""
+
+    SAVE_RANDOM = "random.save"
+    RESTORE_RANDOM = "random.restore"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Bytes with one owner at a time. `size_bytes` is the size of the storage eager gave it."""
+
+    id: BufferId
+    size_bytes: int
+    role: Role
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A strided look into a buffer. `offset` counts elements from the start of the buffer's storage;
+    for a batch leaf it counts from the leaf's own first element, since its storage differs in every step."""
+
+    buffer: BufferId
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for extent in self.shape:
+            n *= extent
+        return n
+
+    @property
+    def span_bytes(self) -> tuple[int, int]:
+        """The half-open byte range this region can touch inside its buffer."""
+        if self.numel == 0:
+            return (0, 0)
+        last = sum((extent - 1) * step for extent, step in zip(self.shape, self.stride, strict=True))
+        item = self.dtype.itemsize
+        return (self.offset * item, (self.offset + last + 1) * item)
+
+    @property
+    def packed(self) -> bool:
+        """True if every element of the span is touched exactly once, in whatever order of dimensions."""
+        expected = 1
+        for step, extent in sorted((s, n) for s, n in zip(self.stride, self.shape, strict=True) if n != 1):
+            if step != expected:
+                return False
+            expected *= extent
+        return True
+
+    def same_place(self, other: Region) -> bool:
+        """True if both name the same elements in the same order, whatever buffer they are in."""
+        return (
+            self.dtype == other.dtype
+            and self.shape == other.shape
+            and self.offset == other.offset
+            and self.stride == other.stride
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HyperScalar:
+    """A number that is read afresh in every step: the value of `source` at `index` in the step's scalars."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line of the user's code."""
+
+    file: str
+    line: int
+    function: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def describe(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}" + (f": {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Bytes an op takes from the allocator inside, between its own `start`-th and `end`-th allocator event.
+    `result` is the buffer if these bytes are a result of the op, else None. `end` None: outlived the op."""
+
+    size_bytes: int
+    start: int
+    end: int | None
+    result: BufferId | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """One kernel call as eager made it, its tensors replaced by regions."""
+
+    target: torch._ops.OpOverload | Special
+    args: tuple[Argument, ...]
+    kwargs: Mapping[str, Argument]
+    results: tuple[Argument, ...]
+    mutates: tuple[BufferId, ...] = ()
+    phase: Phase = Phase.FORWARD
+    grad_mode: bool = False
+    site: Site | None = None
+    holds: object = None  #: for an op that reads a tensor into Python: the value it must give again
+    scratch: tuple[Scratch, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return str(self.target).removeprefix("aten.").removesuffix(".default")
+
+    @property
+    def inputs(self) -> tuple[Region, ...]:
+        return tuple(regions(self.args)) + tuple(regions(tuple(self.kwargs.values())))
+
+    @property
+    def outputs(self) -> tuple[Region, ...]:
+        return tuple(regions(self.results))
+
+
+def regions(tree: Argument) -> Iterator[Region]:
+    """Every region in an argument, in order."""
+    if isinstance(tree, Region):
+        yield tree
+    elif isinstance(tree, tuple):
+        for leaf in tree:
+            yield from regions(leaf)
+
+
+def map_regions(tree: Argument, change: Callable[[Region], Argument]) -> Argument:
+    """The same argument with every region replaced by `change(region)`."""
+    if isinstance(tree, Region):
+        return change(tree)
+    if isinstance(tree, tuple):
+        return tuple(map_regions(leaf, change) for leaf in tree)
+    return tree
+
+
+@dataclass(frozen=True)
+class Program:
+    """One recorded training step: what is read, what is written, and whose bytes they are."""
+
+    ops: tuple[Op, ...]
+    buffers: Mapping[BufferId, Buffer]
+    externals: Mapping[BufferId, torch.Tensor]  #: every borrowed tensor but the batch
+    leaves: Mapping[BufferId, int]  #: batch buffers, by position among the batch's tensors
+    loss: Region
+    aux: tuple[Region, ...] = ()
+    grads: Mapping[int, Region] = field(default_factory=dict)  #: by position among the model's parameters
+    grad_norm: Region | None = None
+    eager_death: Mapping[BufferId, int] = field(default_factory=dict)  #: the op before which eager had freed it
+
+    @property
+    def returned(self) -> tuple[Region, ...]:
+        """What the caller receives, and so must outlive the arena."""
+        return (self.loss, *self.aux) + ((self.grad_norm,) if self.grad_norm else ())
+
+    def __str__(self) -> str:
+        return "\n".join(f"{i:4d}  {show_op(op, self.buffers)}" for i, op in enumerate(self.ops))
+
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def show_region(region: Region, buffers: Mapping[BufferId, Buffer]) -> str:
+    buffer = buffers[region.buffer]
+    name = buffer.name or f"%{region.buffer}"
+    dtype = _SHORT.get(region.dtype, str(region.dtype).removeprefix("torch."))
+    return f"{name}:{dtype}[{','.join(map(str, region.shape))}]"
+
+
+def show_op(op: Op, buffers: Mapping[BufferId, Buffer]) -> str:
+    def show(arg: Argument) -> str:
+        if isinstance(arg, Region):
+            return show_region(arg, buffers)
+        if isinstance(arg, HyperScalar):
+            return f"<{arg.text}>"
+        if isinstance(arg, tuple):
+            return "[" + ", ".join(map(show, arg)) + "]"
+        return repr(arg)
+
+    parts = [show(a) for a in op.args] + [f"{k}={show(v)}" for k, v in op.kwargs.items()]
+    results = ", ".join(show(r) for r in op.results)
+    wrote = f"  writes {', '.join(buffers[b].name or f'%{b}' for b in op.mutates)}" if op.mutates else ""
+    return f"{results or '()'} = {op.name}({', '.join(parts)}){wrote}"

@@ -1,0 +1,92 @@
+"""Follows the random generators through a recorded step, so that a replay draws eager's numbers.
+
+Between two random ops nobody should touch a generator. Where somebody did (torch.utils.checkpoint restores an earlier
+state before it runs a block again), the state found must be one that was current earlier in the step: then the replay
+saves it there and restores it here. Any other state came from a seed inside the step, and the recording is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from takeback.capture.program import Op, Phase, Site, Special
+from takeback.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A moment of the recording: before the op at `position`, the generator had this state."""
+
+    position: int
+    generator: torch.Generator
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy().tobytes())
+
+
+class RandomTrail:
+    """The states seen so far, and the save and restore ops that a replay needs."""
+
+    def __init__(self) -> None:
+        self._current: dict[torch.Generator, bytes] = {}
+        self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
+        self._slots: dict[_Point, int] = {}
+        self._restores: list[tuple[int, Op]] = []
+        self.watch(torch.default_generator, 0)
+
+    def watch(self, generator: torch.Generator, position: int) -> None:
+        if generator not in self._current:
+            state = self._current[generator] = _state(generator)
+            self._seen.setdefault((generator, state), _Point(position, generator))
+
+    def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
+        """Called before a random op (and, for every generator, at the end of the step)."""
+        generator = generator if generator is not None else torch.default_generator
+        self.watch(generator, position)
+        now = _state(generator)
+        if now != self._current[generator]:
+            self._jump(generator, now, position, site)
+        self._seen.setdefault((generator, now), _Point(position, generator))
+
+    def after(self, generator: torch.Generator | None, position: int) -> None:
+        """Called after a random op that ran as the op before `position`."""
+        generator = generator if generator is not None else torch.default_generator
+        state = self._current[generator] = _state(generator)
+        self._seen.setdefault((generator, state), _Point(position, generator))
+
+    def finish(self, position: int) -> None:
+        for generator in tuple(self._current):
+            self.before(generator, position, None)
+
+    def _jump(self, generator: torch.Generator, state: bytes, position: int, site: Site | None) -> None:
+        point = self._seen.get((generator, state))
+        if point is None:
+            where = f" before {site.describe()}" if site else " in the step"
+            raise CaptureError(
+                f"the random state was set{where} to one that this step had not seen (torch.manual_seed or "
+                f"set_rng_state inside the step). A replay would draw other numbers than eager. "
+                f"Seed before the step, or give the op a generator of its own."
+            )
+        slot = self._slots.setdefault(point, len(self._slots))
+        restore = Op(Special.RESTORE_RANDOM, (slot, generator), {}, (), phase=Phase.FORWARD, site=site)
+        self._restores.append((position, restore))
+        self._current[generator] = state
+
+    def weave(self, ops: list[Op]) -> list[Op]:
+        """The ops with the saves and restores put in where they belong."""
+        extra: dict[int, list[Op]] = {}
+        for point, slot in self._slots.items():
+            save = Op(Special.SAVE_RANDOM, (slot, point.generator), {}, ())
+            extra.setdefault(point.position, []).append(save)
+        for position, restore in self._restores:
+            extra.setdefault(position, []).append(restore)
+        if not extra:
+            return ops
+        woven: list[Op] = []
+        for position in range(len(ops) + 1):
+            woven.extend(extra.get(position, ()))
+            woven.extend(ops[position : position + 1])
+        return woven

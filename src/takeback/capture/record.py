@@ -1,0 +1,409 @@
+"""Records one real training step as a `Program`: a dispatch mode sees every op below autograd, with its real tensors.
+
+Contract: the recorded step *is* eager's step, same kernels, same order, same results; the recorder only looks. It holds
+no tensor alive that eager would have freed. What the forward and backward write into the user's tensors is remembered,
+so that `undo_` can put it back if the step does not complete.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 and 2.13
+from torch.utils.weak import WeakIdKeyDictionary
+
+from takeback.capture.program import (
+    Argument,
+    Buffer,
+    BufferId,
+    Op,
+    Phase,
+    Program,
+    Region,
+    Role,
+    Scratch,
+    Site,
+)
+from takeback.capture.randomness import RandomTrail
+from takeback.capture.site import Sites
+from takeback.errors import CaptureError
+
+aten = torch.ops.aten
+
+#: Arguments that a kernel writes although its schema does not say so (by position), when training.
+_HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class AllocatorLog(Protocol):
+    """What the recorder needs of the native allocator: where to say which op runs."""
+
+    cell: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorEvent:
+    """One request or release of memory, while the op at position `op` ran."""
+
+    is_alloc: bool
+    op: int
+    size_bytes: int
+    block: int
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
+class _OpFacts:
+    """What the schema says of an op, read once."""
+
+    written: tuple[int, ...]
+    written_names: tuple[str, ...]
+    random: bool
+    dynamic: bool
+    reads_value: bool
+
+
+def _facts(op: torch._ops.OpOverload) -> _OpFacts:
+    arguments = op._schema.arguments
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    tags = set(op.tags)
+    return _OpFacts(
+        tuple(i for i in written if not arguments[i].kwarg_only),
+        tuple(arguments[i].name for i in written),
+        torch.Tag.nondeterministic_seeded in tags,
+        torch.Tag.dynamic_output_shape in tags,
+        torch.Tag.data_dependent_output in tags,
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the ops of one step. Use as a context manager around the step, then call `program()`."""
+
+    def __init__(
+        self,
+        known: Mapping[torch.Tensor, tuple[Role, str]],
+        batch: Sequence[torch.Tensor],
+        log: AllocatorLog | None = None,
+        real: bool = True,
+    ) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.buffers: dict[BufferId, Buffer] = {}
+        self.phase = Phase.FORWARD
+        self._externals: dict[BufferId, torch.Tensor] = {}
+        self._leaves: dict[BufferId, int] = {}
+        self._by_storage: dict[int, BufferId] = {}
+        self._weak: dict[BufferId, StorageWeakRef] = {}
+        self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._alive: dict[BufferId, StorageWeakRef] = {}
+        self._death: dict[BufferId, int] = {}
+        self._address: dict[BufferId, int] = {}
+        self._undo: dict[BufferId, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._facts: dict[Any, _OpFacts] = {}
+        self._sites = Sites()
+        self._log = log
+        self._real = real
+        self._random = RandomTrail()
+        for tensor, (role, name) in known.items():
+            self._adopt(tensor, role, name)
+        for i, leaf in enumerate(batch):
+            self._adopt_leaf(leaf, i)
+
+    # -- buffers -----------------------------------------------------------------------------------------------
+
+    def _new_buffer(self, tensor: torch.Tensor, role: Role, name: str = "") -> BufferId:
+        ident = BufferId(len(self.buffers))
+        storage = tensor.untyped_storage()
+        self.buffers[ident] = Buffer(ident, storage.nbytes(), role, name)
+        weak = self._weak[ident] = StorageWeakRef(storage)  # keeps the address from being used again
+        self._by_storage[storage._cdata] = ident
+        if role is Role.INTERNAL:
+            self._alive[ident] = weak
+            if self._log is not None:
+                self._address[ident] = storage.data_ptr()
+        return ident
+
+    def _adopt(self, tensor: torch.Tensor, role: Role, name: str) -> BufferId:
+        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if ident is None:
+            ident = self._new_buffer(tensor, role, name)
+            self._externals[ident] = tensor.detach()
+        return ident
+
+    def _adopt_leaf(self, leaf: torch.Tensor, position: int) -> None:
+        ident = BufferId(len(self.buffers))
+        begin, end = Region(ident, leaf.dtype, tuple(leaf.shape), leaf.stride(), 0).span_bytes
+        self.buffers[ident] = Buffer(ident, end - begin, Role.BATCH, f"batch{position}")
+        self._leaves[ident] = position
+        self._leaf_of[leaf] = (ident, leaf.storage_offset())
+        # Leaves of one storage are told apart by the tensor they are views of; this is for what has no such trail.
+        self._by_storage.setdefault(leaf.untyped_storage()._cdata, ident)
+
+    def _region(self, tensor: torch.Tensor, constant: bool = False) -> Region:
+        leaf = self._leaf_of.get(tensor)
+        if leaf is not None:
+            ident, base = leaf
+            offset = tensor.storage_offset() - base
+        else:
+            self._refuse_unusual(tensor)
+            found = self._by_storage.get(tensor.untyped_storage()._cdata)
+            if found is None:
+                role = Role.CONSTANT if constant else Role.CLOSURE
+                found = self._adopt(tensor, role, f"{role.name.lower()}{len(self._externals)}")
+            ident, offset = found, tensor.storage_offset()
+        return Region(ident, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def _refuse_unusual(self, tensor: torch.Tensor) -> None:
+        if self._real and type(tensor) not in _PLAIN_TENSORS:
+            raise CaptureError(
+                f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__}) takes part in the step"
+                f"{self._at()}. takeback plans plain tensors only; convert it before the step."
+            )
+        if tensor.layout is not torch.strided:
+            raise CaptureError(
+                f"a tensor of layout {tensor.layout} takes part in the step{self._at()}. takeback plans strided "
+                f"tensors only; for nn.Embedding use sparse=False."
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise CaptureError(
+                f"a lazily conjugated or negated tensor takes part in the step{self._at()}. "
+                f"Call .resolve_conj() or .resolve_neg() on it."
+            )
+
+    def _at(self) -> str:
+        site = self._sites.here()
+        return f" at {site.describe()}" if site else ""
+
+    # -- ops ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
+        facts = self._facts.get(func)
+        if facts is None:
+            facts = self._facts[func] = _facts(func)
+        position = len(self.ops)
+        site = self._sites.here()
+        self._refuse_dynamic(func, facts, args, site)
+        self._bury(position)
+
+        constant = func is aten.lift_fresh.default
+        storages: dict[int, torch.Tensor] = {}
+
+        def describe(value: Any) -> Argument:
+            if isinstance(value, torch.Tensor):
+                region = self._region(value, constant)
+                storages[value.untyped_storage()._cdata] = value
+                return region
+            if isinstance(value, list | tuple):
+                return tuple(describe(v) for v in value)
+            return value
+
+        described = tuple(describe(a) for a in args)
+        described_kw = {k: describe(v) for k, v in kwargs.items()}
+        mutated = self._mutated(func, facts, args, kwargs)
+        self._remember(mutated)
+        generator = kwargs.get("generator")
+        if facts.random:
+            self._random.before(generator, position, site)
+
+        if self._log is not None:
+            self._log.cell[0] = position
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            if self._log is not None:
+                self._log.cell[0] = -1
+
+        if facts.random:
+            self._random.after(generator, position + 1)
+        fresh = False
+
+        def results(value: Any) -> Argument:
+            nonlocal fresh
+            if isinstance(value, torch.Tensor):
+                source = storages.get(value.untyped_storage()._cdata)
+                if source is not None:
+                    trail = self._leaf_of.get(source)
+                    if trail is not None:
+                        self._leaf_of[value] = trail
+                elif value.untyped_storage()._cdata not in self._by_storage or not self._same_storage(value):
+                    self._refuse_unusual(value)
+                    self._new_buffer(value, Role.INTERNAL)
+                    fresh = True
+                return self._region(value)
+            if isinstance(value, list | tuple):
+                return tuple(results(v) for v in value)
+            return value
+
+        outs = out if isinstance(out, tuple | list) else (out,)
+        described_out = tuple(results(v) for v in outs)
+        holds = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
+        # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
+        if fresh or mutated or holds is not None:
+            ids = tuple(dict.fromkeys(self._region(t).buffer for t in mutated))
+            self.ops.append(
+                Op(func, described, described_kw, described_out, ids, self.phase, torch.is_grad_enabled(), site, holds)
+            )
+        return out
+
+    def _same_storage(self, tensor: torch.Tensor) -> bool:
+        """False if the address is known from a storage that has died since (its weak reference has expired)."""
+        weak = self._weak.get(self._by_storage[tensor.untyped_storage()._cdata])
+        return weak is None or not weak.expired()
+
+    def _mutated(
+        self, func: Any, facts: _OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        written = [args[i] for i in facts.written if i < len(args)]
+        written += [kwargs[n] for n in facts.written_names if n in kwargs]
+        hidden = _HIDDEN_WRITES.get(func)
+        if hidden and args[5]:
+            written += [args[i] for i in hidden]
+        found: list[torch.Tensor] = []
+        for value in written:
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(item, torch.Tensor):
+                    found.append(item)
+        return found
+
+    def _remember(self, mutated: list[torch.Tensor]) -> None:
+        """Keeps what the forward or backward is about to overwrite in the user's tensors."""
+        if self.phase is Phase.UPDATE or not self._real:
+            return
+        for tensor in mutated:
+            region = self._region(tensor)
+            if self.buffers[region.buffer].role.borrowed and region.buffer not in self._undo:
+                whole = self._externals.get(region.buffer, tensor).detach()
+                self._undo[region.buffer] = (whole, whole.clone())
+
+    def undo_(self) -> None:
+        """Puts back what the recorded forward and backward wrote into the user's tensors."""
+        with torch.no_grad():
+            for tensor, before in self._undo.values():
+                tensor.copy_(before)
+
+    def _refuse_dynamic(self, func: Any, facts: _OpFacts, args: tuple[Any, ...], site: Site | None) -> None:
+        if not facts.dynamic:
+            return
+        if func is aten.index.Tensor and not any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            return
+        where = f" at {site.describe()}" if site else ""
+        raise CaptureError(
+            f"{func} gives a tensor whose shape depends on the data{where}, so no plan can hold it. Keep the shape "
+            f"fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch."
+        )
+
+    def _bury(self, position: int) -> None:
+        """Notes which buffers eager has freed before the op at `position`."""
+        dead = [ident for ident, weak in self._alive.items() if weak.expired()]
+        for ident in dead:
+            self._death[ident] = position
+            del self._alive[ident]
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def mark_end_of_backward(self) -> None:
+        self._random.finish(len(self.ops))
+
+    def escaped(self, allowed: Sequence[torch.Tensor]) -> Op | None:
+        """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
+        keep = {self._region(t).buffer for t in allowed}
+        held = [b for b, weak in self._alive.items() if b not in keep and not weak.expired()]
+        if held:
+            gc.collect()
+            held = [b for b in held if not self._weak[b].expired()]
+        if not held:
+            return None
+        first = held[0]
+        return next((op for op in self.ops if any(r.buffer == first for r in op.outputs)), None)
+
+    def orphan(self) -> Op | None:
+        """The op that reads a tensor made inside the step behind torch's back (numpy, a C++ extension); or None."""
+        for ident, tensor in self._externals.items():
+            # Checked on 2.11 and 2.13: one use is our own alias of it, so nobody else holds these bytes.
+            storage = tensor.untyped_storage()
+            if self.buffers[ident].role is Role.CLOSURE and torch._C._storage_Use_Count(storage._cdata) <= 2:
+                return next(op for op in self.ops if any(r.buffer == ident for r in op.inputs))
+        return None
+
+    def region(self, tensor: torch.Tensor) -> Region:
+        return self._region(tensor)
+
+    def program(
+        self,
+        loss: Region,
+        aux: tuple[Region, ...],
+        grads: Mapping[int, Region],
+        grad_norm: Region | None,
+        events: Sequence[AllocatorEvent] = (),
+    ) -> Program:
+        """Everything recorded, with the scratch that the allocator saw inside each op."""
+        self._bury(len(self.ops))
+        addressed = attach_scratch(self.ops, self._address, events)
+        woven = self._random.weave(addressed)
+        shift = _positions(addressed, woven)
+        return Program(
+            tuple(woven),
+            dict(self.buffers),
+            dict(self._externals),
+            dict(self._leaves),
+            loss,
+            aux,
+            dict(grads),
+            grad_norm,
+            {b: shift(p) for b, p in self._death.items()},
+        )
+
+
+def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:
+    """Maps a position in `before` to the same op's position in `after`, which holds a few ops more."""
+    if len(before) == len(after):
+        return lambda position: position
+    place = {id(op): i for i, op in enumerate(after)}
+    table = [place[id(op)] for op in before] + [len(after)]
+    return lambda position: table[position]
+
+
+def attach_scratch(
+    ops: Sequence[Op], address_of: Mapping[BufferId, int], events: Sequence[AllocatorEvent]
+) -> list[Op]:
+    """The ops with what each took from the allocator while it ran."""
+    per_op: dict[int, list[AllocatorEvent]] = {}
+    for event in events:
+        per_op.setdefault(event.op, []).append(event)
+    attached: list[Op] = []
+    for position, op in enumerate(ops):
+        inside = per_op.get(position)
+        attached.append(replace(op, scratch=_scratch(op, address_of, inside)) if inside else op)
+    return attached
+
+
+def _scratch(op: Op, address_of: Mapping[BufferId, int], events: list[AllocatorEvent]) -> tuple[Scratch, ...]:
+    results = {address_of[r.buffer]: r.buffer for r in op.outputs if r.buffer in address_of}
+    taken: dict[int, Scratch] = {}
+    for time, event in enumerate(events):
+        if event.is_alloc:
+            taken[event.block] = Scratch(event.size_bytes, time, None, results.get(event.address))
+        elif event.block in taken:
+            # The address of a result may have been used for scratch before it.
+            taken[event.block] = replace(taken[event.block], end=time, result=None)
+    return tuple(taken.values())

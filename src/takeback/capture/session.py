@@ -1,0 +1,313 @@
+"""Runs the user's step once under the recorder and returns a `Capture`: the program, the guards, and the results.
+
+The forward and backward have run for real when this returns, and gradients lie in `.grad`; nothing of the model or
+optimizer has been changed for good except what the step itself wrote, and `Capture.undo_` takes that back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from takeback.capture.batch import map_tensors, microbatch, tensors_of
+from takeback.capture.guards import Guard
+from takeback.capture.leaks import watch_leaks
+from takeback.capture.program import Phase, Program, Role
+from takeback.capture.record import AllocatorEvent, Recorder
+from takeback.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class AuxSlot:
+    """Stands in aux for the tensor at `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one recorded forward and backward gave."""
+
+    program: Program
+    guard: Guard
+    loss: torch.Tensor
+    aux: Any  #: as loss_fn returned it, detached; None if it returned the loss alone
+    aux_form: Any  #: the same with an `AuxSlot` for every tensor
+    has_aux: bool
+    grad_norm: torch.Tensor | None
+    undo_: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be captured: the user's own objects, and how a step is put together from them."""
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    parameters: tuple[torch.nn.Parameter, ...]
+    names: Mapping[int, str]  #: parameter names by id
+    states: tuple[tuple[torch.Tensor, str], ...] = ()
+    accumulate: int = 1
+    clip_norm: float | None = None
+
+    def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
+        found: dict[torch.Tensor, tuple[Role, str]] = {}
+        for p in self.parameters:
+            found[p] = (Role.PARAMETER, self.names[id(p)])
+        for name, b in self.model.named_buffers():
+            found.setdefault(b, (Role.BUFFER, name))
+        for t, name in self.states:
+            found.setdefault(t, (Role.STATE, name))
+        return found
+
+
+class Log(Protocol):
+    """A recording of the native allocator: complete once its context has been left."""
+
+    cell: Any
+
+    @property
+    def events(self) -> Sequence[AllocatorEvent]: ...
+
+
+Recordings = Callable[[], contextlib.AbstractContextManager[Log]]
+
+
+def capture(
+    subject: Subject,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    recording: Recordings | None = None,
+    real: bool = True,
+) -> Capture:
+    """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
+    first = Guard(model=subject.model, loss_fn=subject.loss_fn)
+    generator_state = torch.default_generator.get_state()
+    try:
+        try:
+            return _attempt(subject, args, kwargs, recording, real)
+        except _Unsettled:
+            torch.default_generator.set_state(generator_state)
+            return _attempt(subject, args, kwargs, recording, real)
+    except _Unsettled as unsettled:
+        first.restore_scalars_()
+        raise CaptureError(str(unsettled)) from None
+
+
+class _Unsettled(Exception):
+    """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
+
+
+def _attempt(
+    subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recordings | None, real: bool
+) -> Capture:
+    guard = Guard(model=subject.model, loss_fn=subject.loss_fn)
+    for p in subject.parameters:
+        p.grad = None
+    batch = tensors_of((args, kwargs))
+    log: Log | None = None
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(recording()) if recording is not None else None
+        recorder = Recorder(subject.known(), batch, log, real)
+        try:
+            with _tripwires(), torch.enable_grad():
+                loss, aux, has_aux, norm = _run(subject, recorder, args, kwargs)
+                recorder.mark_end_of_backward()
+        except BaseException:
+            recorder.undo_()
+            for p in subject.parameters:
+                p.grad = None
+            raise
+    return _settle(subject, recorder, guard, loss, aux, has_aux, norm, log.events if log is not None else ())
+
+
+def _run(
+    subject: Subject, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, Any, bool, torch.Tensor | None]:
+    """The eager recipe: forward, backward, sum over microbatches, clip."""
+    count = subject.accumulate
+    wanted = [p for p in subject.parameters if p.requires_grad]
+    totals: list[torch.Tensor | None] = [None] * len(wanted)
+    total_loss: torch.Tensor | None = None
+    parts: list[Any] = []
+    has_aux = False
+    with recorder:
+        for index in range(count):
+            recorder.phase = Phase.FORWARD
+            part_args, part_kwargs = (args, kwargs) if count == 1 else microbatch((args, kwargs), index, count)
+            out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
+            loss, aux, has_aux = split_loss(out, subject.loss_fn)
+            _check_loss(loss, subject)
+            parts.append(aux)
+            scaled = loss if count == 1 else loss / count
+            recorder.phase = Phase.BACKWARD
+            grads = _gradients(scaled, wanted)
+            with torch.no_grad():
+                for i, grad in enumerate(grads):
+                    totals[i] = _sum_into(totals[i], grad)
+                detached = scaled.detach()
+                total_loss = detached if total_loss is None else total_loss + detached
+            del loss, out, scaled, grads
+        recorder.phase = Phase.UPDATE
+        for p, g in zip(wanted, totals, strict=True):
+            p.grad = g
+        with torch.no_grad():
+            _own_gradients_(wanted, recorder, tensors_of(parts))
+        norm = None
+        if subject.clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm)
+    assert total_loss is not None
+    return total_loss, (parts[0] if count == 1 else tuple(parts)), has_aux, norm
+
+
+def _sum_into(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum over microbatches. Out of place here; the plan writes it onto the first contribution."""
+    if total is None or grad is None:
+        return grad if total is None else total
+    return total + grad
+
+
+def _own_gradients_(
+    parameters: Sequence[torch.nn.Parameter], recorder: Recorder, returned: Sequence[torch.Tensor]
+) -> None:
+    """Clipping and some updates write gradients in place: one that is expanded, shared by two parameters, returned as
+    aux, or made of the caller's bytes gets bytes of its own, as AccumulateGrad would give it."""
+    seen = {t.untyped_storage()._cdata for t in returned}
+    for p in parameters:
+        if p.grad is None:
+            continue
+        borrowed = recorder.buffers[recorder.region(p.grad).buffer].role.borrowed
+        # Checked on 2.11 and 2.13: 0 means that no two elements share an address.
+        overlaps = torch._debug_has_internal_overlap(p.grad) != 0
+        if borrowed or overlaps or p.grad.untyped_storage()._cdata in seen:
+            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+        seen.add(p.grad.untyped_storage()._cdata)
+
+
+def _gradients(loss: torch.Tensor, wanted: list[torch.nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(loss, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "second time" in str(error) or "does not require grad" in str(error):
+            raise CaptureError(
+                "loss_fn ran the backward itself, so there is nothing left to differentiate. Return the loss; "
+                "takeback runs forward, backward and update."
+            ) from error
+        raise
+
+
+def split_loss(out: Any, loss_fn: Callable[..., Any]) -> tuple[Any, Any, bool]:
+    """(loss, aux, whether there is aux) of what loss_fn returned."""
+    if isinstance(out, tuple) and not hasattr(out, "_fields") and len(out) == 2:
+        return out[0], out[1], True
+    if isinstance(out, torch.Tensor):
+        return out, None, False
+    name = getattr(loss_fn, "__qualname__", repr(loss_fn))
+    raise CaptureError(
+        f"{name} returned a {type(out).__name__}; it must return the loss, or (loss, aux). "
+        f"A transformers model returns an output object: return its .loss."
+    )
+
+
+def _check_loss(loss: Any, subject: Subject) -> None:
+    name = getattr(subject.loss_fn, "__qualname__", repr(subject.loss_fn))
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"the loss that {name} returned is a {type(loss).__name__}, not a tensor.")
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss that {name} returned has shape {tuple(loss.shape)}; it must be a scalar. "
+            f"Reduce it with .mean() or .sum()."
+        )
+    if any(p.grad is not None for p in subject.parameters):
+        raise CaptureError(
+            f"{name} ran the backward itself (a parameter has a .grad). Return the loss; takeback runs forward, "
+            f"backward and update."
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            f"the loss that {name} returned needs no gradient: no parameter with requires_grad=True led to it, or it "
+            f"was detached, or computed under no_grad."
+        )
+
+
+def _settle(
+    subject: Subject,
+    recorder: Recorder,
+    guard: Guard,
+    loss: torch.Tensor,
+    aux: Any,
+    has_aux: bool,
+    norm: torch.Tensor | None,
+    events: Sequence[AllocatorEvent],
+) -> Capture:
+    """Refuses what a replay would get wrong; else puts the capture together."""
+    aux_tensors = [t.detach() for t in tensors_of(aux)]
+    aux = map_tensors(aux, lambda t: t.detach())
+    grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
+    keep = [loss, *aux_tensors, *grads.values(), *([norm] if norm is not None else [])]
+
+    def refuse(reason: str) -> None:
+        recorder.undo_()
+        for p in subject.parameters:
+            p.grad = None
+        raise _Unsettled(reason)
+
+    escaped = recorder.escaped(keep)
+    if escaped is not None:
+        where = escaped.site.describe() if escaped.site else "unknown line"
+        refuse(
+            f"a tensor made in the step outlives it: the result of {escaped.name} at {where} is still held by your "
+            f"objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
+            f"loss_fn may return (loss, aux)."
+        )
+    orphan = recorder.orphan()
+    if orphan is not None:
+        where = f" at {orphan.site.describe()}" if orphan.site else ""
+        refuse(
+            f"{orphan.name}{where} reads a tensor that was made inside the step without torch's dispatcher (numpy, "
+            f"a C++ extension). A replay would use the same data for ever. Make it before the step and pass it in."
+        )
+    changed = guard.change()
+    if changed is not None:
+        refuse(
+            f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
+            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model."
+        )
+
+    program = recorder.program(
+        recorder.region(loss),
+        tuple(recorder.region(t) for t in aux_tensors),
+        {i: recorder.region(g) for i, g in grads.items()},
+        recorder.region(norm) if norm is not None else None,
+        events,
+    )
+    counter = iter(range(len(aux_tensors)))
+    form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
+    return Capture(program, guard, loss, aux, form, has_aux, norm, recorder.undo_)
+
+
+@contextlib.contextmanager
+def _tripwires() -> Iterator[None]:
+    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
+    python_random = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_random = numpy.random.get_state()[1].tobytes() if numpy is not None else b""
+    with watch_leaks():
+        yield
+    drawn = None
+    if random.getstate() != python_random:
+        drawn = "Python's random module"
+    elif numpy is not None and numpy.random.get_state()[1].tobytes() != numpy_random:
+        drawn = "numpy.random"
+    if drawn is not None:
+        raise CaptureError(
+            f"the step draws from {drawn}; a replay would use the first draw for ever. Draw before the step and pass "
+            f"the result in as a tensor, or draw with torch."
+        )

@@ -1,0 +1,119 @@
+"""Checks what the user gave to compile_step, before anything runs, and puts a `Subject` together from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from takeback.capture.guards import hooks_on
+from takeback.capture.session import Subject
+from takeback.errors import CaptureError
+
+_NEW_PLANS_BEFORE_WARNING = 4
+
+
+def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
+    """Raises for arguments that no step could be made of."""
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not callable(loss_fn):
+        raise CaptureError(f"loss_fn must be callable as loss_fn(model, *batch), got {type(loss_fn).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise CaptureError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise CaptureError(
+            "LBFGS evaluates the loss several times in one step through a closure, so it is not one forward, backward "
+            "and update. Use it in eager."
+        )
+    known = {id(p) for p in model.parameters()}
+    for g, group in enumerate(optimizer.param_groups):
+        for i, p in enumerate(group["params"]):
+            if id(p) not in known:
+                raise CaptureError(
+                    f"parameter {i} of group {g} of the optimizer (shape {tuple(p.shape)}) is not a parameter of the "
+                    f"model. Make the optimizer from model.parameters(), after the model has its final parameters."
+                )
+    devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
+    if len(devices) > 1:
+        raise CaptureError(f"the model is on more than one device ({', '.join(devices)}). Move it to one: model.to(device).")
+    if devices and devices != ["cpu"]:
+        raise CaptureError(f"mode 'exact' runs on the CPU in this version; the model is on {devices[0]}.")
+
+
+def build(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    leaves: Sequence[torch.Tensor],
+    *,
+    accumulate: int,
+    clip_norm: float | None,
+) -> Subject:
+    """The subject of a recording, as the user's objects are now."""
+    check(model, loss_fn, optimizer)
+    hook = hooks_on(model)
+    if hook is not None:
+        raise CaptureError(
+            f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
+            f"loss_fn (values to look at can be returned as aux)."
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, leaf in enumerate(leaves):
+        if id(leaf) in names:
+            raise CaptureError(
+                f"tensor {i} of the batch is the parameter {names[id(leaf)]!r}. The update would write it while the "
+                f"batch is only borrowed. Read it through the model inside loss_fn."
+            )
+        if leaf.device.type != "cpu":
+            raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on cpu.")
+    states = tuple(
+        (value, f"{names.get(id(p), 'parameter')}.{name}")
+        for p, table in optimizer.state.items()
+        for name, value in table.items()
+        if isinstance(value, torch.Tensor)
+    )
+    return Subject(model, loss_fn, tuple(model.parameters()), names, states, accumulate, clip_norm)
+
+
+class NewPlans:
+    """Warns when one step after the other needs a plan of its own, and says what varies."""
+
+    def __init__(self) -> None:
+        self._keys: list[Hashable] = []
+        self._warned = False
+
+    def steady(self) -> None:
+        self._keys.clear()
+
+    def note(self, key: Hashable) -> None:
+        self._keys.append(key)
+        if len(self._keys) < _NEW_PLANS_BEFORE_WARNING or self._warned:
+            return
+        self._warned = True
+        varies = _difference(self._keys[-2], self._keys[-1])
+        warnings.warn(
+            f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan runs one step in eager. Pad to a "
+            f"few fixed sizes (buckets), pass numbers as tensors, or raise max_plans.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _difference(before: Hashable, after: Hashable) -> str:
+    """The first place where two keys differ, in words."""
+    if isinstance(before, torch.Size) and isinstance(after, torch.Size):
+        if len(before) == len(after):
+            for dim, (a, b) in enumerate(zip(before, after, strict=True)):
+                if a != b:
+                    return f"dimension {dim} of a batch tensor varies ({tuple(before)}, then {tuple(after)})"
+        return f"a batch tensor's shape varies ({tuple(before)}, then {tuple(after)})"
+    if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        for a, b in zip(before, after, strict=True):
+            if a != b:
+                return _difference(a, b)
+    if before == after:
+        return "a Python value that the step reads changes between steps"
+    return f"an argument varies ({before!r}, then {after!r})"

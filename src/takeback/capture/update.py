@@ -1,0 +1,443 @@
+"""Writes the optimizer's update as ops of the program, for SGD, Adam and AdamW, on the path eager would take.
+
+In: a program whose gradients are known, and the user's optimizer after its first own step (so that its state exists).
+Out: the program with the update appended, and the formulas of its run-time scalars; or a reason why the optimizer's own
+`step()` is called instead. The ops are proved on a twin: a two-parameter optimizer with the same settings takes a step
+under the recorder, and what torch did must be, op for op and number for number, what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from takeback.capture.program import (
+    Argument,
+    Buffer,
+    BufferId,
+    HyperScalar,
+    Op,
+    Phase,
+    Program,
+    Region,
+    Role,
+)
+from takeback.capture.record import Recorder
+
+aten = torch.ops.aten
+
+_DEFAULTS = (("alpha", 1.0), ("value", 1.0))
+_STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A run-time scalar: `function(group, step)`, where step counts this update in (None if it is not needed)."""
+
+    text: str
+    group: Mapping[str, Any]
+    step: torch.Tensor | None
+    function: Callable[[Mapping[str, Any], float], float]
+
+    def value(self) -> float:
+        return self.function(self.group, 0.0 if self.step is None else self.step.item() + 1.0)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The formulas behind the update's scalars, and what must still be as it was for them to hold."""
+
+    formulas: tuple[Formula, ...]
+    watched: tuple[tuple[Mapping[str, Any], str, object], ...]  #: state tensors, by identity
+    structure: tuple[object, ...]
+    optimizer: torch.optim.Optimizer
+
+    def scalars(self) -> list[float]:
+        known: dict[tuple[int, str, float], float] = {}
+        values: list[float] = []
+        for f in self.formulas:
+            step = 0.0 if f.step is None else f.step.item() + 1.0
+            key = (id(f.group), f.text, step)
+            if key not in known:
+                known[key] = f.function(f.group, step)
+            values.append(known[key])
+        return values
+
+    def holds(self) -> bool:
+        return self.structure == structure(self.optimizer) and all(
+            table.get(name) is value for table, name, value in self.watched
+        )
+
+
+def structure(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
+    """What decides the sequence of the update's ops; the other settings are only numbers."""
+    flags = ("nesterov", "maximize", "foreach", "fused", "amsgrad", "capturable", "differentiable")
+    return tuple(
+        (
+            tuple(group.get(f) for f in flags),
+            group.get("momentum", 0) != 0,
+            group.get("weight_decay", 0) != 0,
+            type(group.get("lr")),
+            len(group["params"]),
+        )
+        for group in optimizer.param_groups
+    )
+
+
+def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why this optimizer's update is not written into the plan, or None if it can be."""
+    kind = type(optimizer)
+    if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        return f"{kind.__module__}.{kind.__qualname__} is not one whose update takeback writes out"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "the optimizer has step hooks"
+    for group in optimizer.param_groups:
+        for flag in ("maximize", "amsgrad", "capturable", "differentiable"):
+            if group.get(flag):
+                return f"{flag}=True"
+        for name in ("lr", "weight_decay", "momentum", "eps", "dampening"):
+            if isinstance(group.get(name), torch.Tensor):
+                return f"{name} is a tensor"
+        if any(isinstance(b, torch.Tensor) for b in group.get("betas", ())):
+            return "betas are tensors"
+    return None
+
+
+class _Writer:
+    """Appends ops to a program; every tensor it is given is one that the program knows or borrows."""
+
+    def __init__(self, program: Program) -> None:
+        self.ops: list[Op] = []
+        self.buffers: dict[BufferId, Buffer] = dict(program.buffers)
+        self.externals: dict[BufferId, torch.Tensor] = dict(program.externals)
+        self.formulas: list[Formula] = []
+        self.watched: list[tuple[Mapping[str, Any], str, object]] = []
+        self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
+
+    def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:
+        key = tensor.untyped_storage()._cdata
+        ident = self._by_storage.get(key)
+        if ident is None:
+            ident = self._by_storage[key] = BufferId(len(self.buffers))
+            self.buffers[ident] = Buffer(ident, tensor.untyped_storage().nbytes(), role, name)
+            self.externals[ident] = tensor.detach()
+        return Region(ident, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    def like(self, region: Region) -> Region:
+        """A new buffer for a result that has the shape and strides of `region`."""
+        ident = BufferId(len(self.buffers))
+        begin, end = region.span_bytes
+        self.buffers[ident] = Buffer(ident, end - begin, Role.INTERNAL)
+        return replace(region, buffer=ident, offset=0)
+
+    def scalar(
+        self,
+        text: str,
+        group: Mapping[str, Any],
+        function: Callable[[Mapping[str, Any], float], float],
+        step: torch.Tensor | None = None,
+    ) -> HyperScalar:
+        self.formulas.append(Formula(text, group, step, function))
+        return HyperScalar(len(self.formulas) - 1, text)
+
+    def write(self, target: Any, onto: Region | tuple[Region, ...], *args: Argument, **kwargs: Argument) -> None:
+        """An op that writes its first argument."""
+        targets = onto if isinstance(onto, tuple) else (onto,)
+        mutates = tuple(dict.fromkeys(r.buffer for r in targets))
+        results = (onto,) if isinstance(onto, Region) else ()
+        self.ops.append(Op(target, (onto, *args), kwargs, results, mutates, Phase.UPDATE))
+
+    def make(self, target: Any, *args: Argument, **kwargs: Argument) -> Any:
+        """An op with a new result like its first argument (or one result for each of a list)."""
+        first = args[0]
+        if isinstance(first, tuple):
+            many = tuple(self.like(r) for r in first if isinstance(r, Region))
+            self.ops.append(Op(target, args, kwargs, many, (), Phase.UPDATE))
+            return many
+        assert isinstance(first, Region)
+        one = self.like(first)
+        self.ops.append(Op(target, args, kwargs, (one,), (), Phase.UPDATE))
+        return one
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """One parameter as the update sees it."""
+
+    parameter: Region
+    grad: Region
+    states: Mapping[str, Region]
+    step: torch.Tensor | None
+
+
+def _path(group: Mapping[str, Any]) -> str:
+    if group.get("fused"):
+        return "fused"
+    return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
+
+
+def _write_group(w: _Writer, kind: str, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+    by_dtype: dict[torch.dtype, list[_Slice]] = {}
+    for s in slices:
+        by_dtype.setdefault(s.parameter.dtype, []).append(s)
+    path = _path(group)
+    if path == "single":
+        for s in slices:
+            _sgd_single(w, group, s) if kind == "sgd" else _adam_single(w, group, s, decoupled)
+    else:
+        writer = {
+            "sgdforeach": _sgd_foreach,
+            "sgdfused": _sgd_fused,
+            "adamforeach": _adam_foreach,
+            "adamfused": _adam_fused,
+        }[kind + path]
+        for part in by_dtype.values():
+            writer(w, group, part, decoupled)
+
+
+# -- SGD ---------------------------------------------------------------------------------------------------------
+
+
+def _sgd_single(w: _Writer, group: Mapping[str, Any], s: _Slice) -> None:
+    grad = s.grad
+    if group["weight_decay"] != 0:
+        grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, group, "weight_decay"))
+    if group["momentum"] != 0:
+        buf = s.states["momentum_buffer"]
+        w.write(aten.mul_.Tensor, buf, _named(w, group, "momentum"))
+        w.write(aten.add_.Tensor, buf, grad, alpha=w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"]))
+        if group["nesterov"]:
+            grad = w.make(aten.add.Tensor, grad, buf, alpha=_named(w, group, "momentum"))
+        else:
+            grad = buf
+    w.write(aten.add_.Tensor, s.parameter, grad, alpha=w.scalar("-lr", group, lambda g, _: -g["lr"]))
+
+
+def _sgd_foreach(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], _: bool) -> None:
+    parameters = tuple(s.parameter for s in slices)
+    grads: tuple[Region, ...] = tuple(s.grad for s in slices)
+    if group["weight_decay"] != 0:
+        grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, group, "weight_decay"))
+    if group["momentum"] != 0:
+        bufs = tuple(s.states["momentum_buffer"] for s in slices)
+        w.write(aten._foreach_mul_.Scalar, bufs, _named(w, group, "momentum"))
+        damped = w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"])
+        w.write(aten._foreach_add_.List, bufs, grads, alpha=damped)
+        if group["nesterov"]:
+            w.write(aten._foreach_add_.List, grads, bufs, alpha=_named(w, group, "momentum"))
+        else:
+            grads = bufs
+    w.write(aten._foreach_add_.List, parameters, grads, alpha=w.scalar("-lr", group, lambda g, _: -g["lr"]))
+
+
+def _sgd_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], _: bool) -> None:
+    parameters = tuple(s.parameter for s in slices)
+    bufs = tuple(s.states["momentum_buffer"] for s in slices) if group["momentum"] != 0 else ()
+    grads = tuple(s.grad for s in slices)
+    kwargs = {
+        "weight_decay": _named(w, group, "weight_decay"),
+        "momentum": _named(w, group, "momentum"),
+        "lr": _named(w, group, "lr"),
+        "dampening": _named(w, group, "dampening"),
+        "nesterov": group["nesterov"],
+        "maximize": False,
+        "is_first_step": False,
+    }
+    # torch marks the gradients as written too: the kernel scales them in place when there is a grad_scale.
+    written = tuple(r.buffer for r in (*parameters, *grads, *bufs))
+    w.ops.append(Op(aten._fused_sgd_.default, (parameters, grads, bufs), kwargs, (), written, Phase.UPDATE))
+
+
+# -- Adam and AdamW ----------------------------------------------------------------------------------------------
+
+
+def _named(w: _Writer, group: Mapping[str, Any], name: str) -> HyperScalar:
+    return w.scalar(name, group, lambda g, _: g[name])
+
+
+def _beta(w: _Writer, group: Mapping[str, Any], i: int) -> HyperScalar:
+    return w.scalar(f"beta{i + 1}", group, lambda g, _: g["betas"][i])
+
+
+def _one_minus_beta(w: _Writer, group: Mapping[str, Any], i: int) -> HyperScalar:
+    return w.scalar(f"1 - beta{i + 1}", group, lambda g, _: 1 - g["betas"][i])
+
+
+def _decay(w: _Writer, group: Mapping[str, Any]) -> HyperScalar:
+    return w.scalar("1 - lr * weight_decay", group, lambda g, _: 1 - g["lr"] * g["weight_decay"])
+
+
+def _root_correction(w: _Writer, group: Mapping[str, Any], step: torch.Tensor | None) -> HyperScalar:
+    return w.scalar("sqrt(1 - beta2^t)", group, lambda g, t: (1 - g["betas"][1] ** t) ** 0.5, step)
+
+
+def _adam_single(w: _Writer, group: Mapping[str, Any], s: _Slice, decoupled: bool) -> None:
+    grad = s.grad
+    m, v = s.states["exp_avg"], s.states["exp_avg_sq"]
+    w.write(aten.add_.Tensor, s.states["step"], 1)
+    if group["weight_decay"] != 0:
+        if decoupled:
+            w.write(aten.mul_.Tensor, s.parameter, _decay(w, group))
+        else:
+            grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, group, "weight_decay"))
+    w.write(aten.lerp_.Scalar, m, grad, _one_minus_beta(w, group, 0))
+    w.write(aten.mul_.Tensor, v, _beta(w, group, 1))
+    w.write(aten.addcmul_.default, v, grad, grad, value=_one_minus_beta(w, group, 1))
+    root = w.make(aten.sqrt.default, v)
+    scaled = w.make(aten.div.Tensor, root, _root_correction(w, group, s.step))
+    w.write(aten.add_.Tensor, scaled, _named(w, group, "eps"))
+    size = w.scalar("-lr / (1 - beta1^t)", group, lambda g, t: -(g["lr"] / (1 - g["betas"][0] ** t)), s.step)
+    w.write(aten.addcdiv_.default, s.parameter, m, scaled, value=size)
+
+
+def _adam_foreach(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+    parameters = tuple(s.parameter for s in slices)
+    grads: tuple[Region, ...] = tuple(s.grad for s in slices)
+    m = tuple(s.states["exp_avg"] for s in slices)
+    v = tuple(s.states["exp_avg_sq"] for s in slices)
+    steps = tuple(s.states["step"] for s in slices)
+    one = w.borrow(torch.tensor(1.0), Role.CONSTANT, "one")
+    w.write(aten._foreach_add_.Tensor, steps, one, alpha=1.0)
+    if group["weight_decay"] != 0:
+        if decoupled:
+            w.write(aten._foreach_mul_.Scalar, parameters, _decay(w, group))
+        else:
+            grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, group, "weight_decay"))
+    w.write(aten._foreach_lerp_.Scalar, m, grads, _one_minus_beta(w, group, 0))
+    w.write(aten._foreach_mul_.Scalar, v, _beta(w, group, 1))
+    w.write(aten._foreach_addcmul_.Scalar, v, grads, grads, _one_minus_beta(w, group, 1))
+    sizes = tuple(
+        w.scalar("-lr / (1 - beta1^t)", group, lambda g, t: (g["lr"] / (1 - g["betas"][0] ** t)) * -1, s.step)
+        for s in slices
+    )
+    roots = w.make(aten._foreach_sqrt.default, v)
+    corrections = tuple(_root_correction(w, group, s.step) for s in slices)
+    w.write(aten._foreach_div_.ScalarList, roots, corrections)
+    w.write(aten._foreach_add_.Scalar, roots, _named(w, group, "eps"))
+    w.write(aten._foreach_addcdiv_.ScalarList, parameters, m, roots, sizes)
+
+
+def _adam_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+    parameters = tuple(s.parameter for s in slices)
+    grads = tuple(s.grad for s in slices)
+    m = tuple(s.states["exp_avg"] for s in slices)
+    v = tuple(s.states["exp_avg_sq"] for s in slices)
+    steps = tuple(s.states["step"] for s in slices)
+    w.write(aten._foreach_add_.Scalar, steps, 1)
+    kwargs = {
+        "amsgrad": False,
+        "lr": _named(w, group, "lr"),
+        "beta1": _beta(w, group, 0),
+        "beta2": _beta(w, group, 1),
+        "weight_decay": _named(w, group, "weight_decay"),
+        "eps": _named(w, group, "eps"),
+        "maximize": False,
+    }
+    target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
+    written = tuple(r.buffer for r in (*parameters, *grads, *m, *v))
+    w.ops.append(Op(target, (parameters, grads, m, v, (), steps), kwargs, (), written, Phase.UPDATE))
+
+
+# -- putting it together -----------------------------------------------------------------------------------------
+
+
+def write_update(
+    program: Program,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.nn.Parameter],
+    names: Mapping[int, str],
+) -> tuple[Program, Update]:
+    """The program with the optimizer's update appended. Call only if `own_step_reason` gave None."""
+    w = _Writer(program)
+    kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
+    position = {id(p): i for i, p in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        slices: list[_Slice] = []
+        for p in group["params"]:
+            grad = program.grads.get(position[id(p)])
+            if grad is None:
+                continue
+            table = optimizer.state[p]
+            wanted = _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
+            states: dict[str, Region] = {}
+            for name in wanted:
+                w.watched.append((table, name, table[name]))
+                states[name] = w.borrow(table[name], Role.STATE, f"{names[id(p)]}.{name}")
+            parameter = w.borrow(p, Role.PARAMETER, names[id(p)])
+            slices.append(_Slice(parameter, grad, states, table.get("step")))
+        if slices:
+            _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)))
+    done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
+    return done, Update(tuple(w.formulas), tuple(w.watched), structure(optimizer), optimizer)
+
+
+def disproof(optimizer: torch.optim.Optimizer) -> str | None:
+    """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference."""
+    groups, grads, names = [], [], {}
+    for g, group in enumerate(optimizer.param_groups):
+        dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
+        twins = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in dtypes for _ in range(2)]
+        names.update({id(p): f"p{g}.{i}" for i, p in enumerate(twins)})
+        settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
+        groups.append({**settings, "params": twins})
+        grads += twins
+    settings = {k: v for k, v in optimizer.defaults.items() if k != "decoupled_weight_decay"}
+    twin = type(optimizer)(groups, **settings)
+    for p in grads:
+        p.grad = torch.full_like(p, 0.5)
+    for _ in range(2):
+        twin.step()
+    known: dict[torch.Tensor, tuple[Role, str]] = {}
+    for p in grads:
+        known[p] = (Role.PARAMETER, names[id(p)])
+        known[p.grad] = (Role.CLOSURE, f"{names[id(p)]}.grad")
+        for name, value in twin.state[p].items():
+            if isinstance(value, torch.Tensor):
+                known[value] = (Role.STATE, f"{names[id(p)]}.{name}")
+    empty = Program((), {}, {}, {}, Region(BufferId(0), torch.float32, (), (), 0))
+    recorder = Recorder(known, ())
+    base = _Writer(empty)
+    regions = {i: base.borrow(p.grad, Role.CLOSURE, f"{names[id(p)]}.grad") for i, p in enumerate(grads)}
+    empty = replace(empty, buffers=base.buffers, externals=base.externals, grads=regions)
+    written, update = write_update(empty, twin, grads, names)
+    scalars = update.scalars()
+    recorder.phase = Phase.UPDATE
+    with recorder:
+        twin.step()
+    ours = _canonical(written.ops, written.buffers, scalars)
+    theirs = _canonical([op for op in recorder.ops if op.holds is None], recorder.buffers, scalars)
+    for mine, torchs in zip(ours, theirs, strict=False):
+        if mine != torchs:
+            return f"torch {torch.__version__} updates with {torchs} where takeback wrote {mine}"
+    if len(ours) != len(theirs):
+        return f"torch {torch.__version__} updates with {len(theirs)} ops where takeback wrote {len(ours)}"
+    return None
+
+
+def _canonical(
+    ops: Sequence[Op], buffers: Mapping[BufferId, Buffer], scalars: Sequence[float]
+) -> list[tuple[object, ...]]:
+    """Ops as comparable data: borrowed buffers by name, internal ones by order of appearance."""
+    order: dict[BufferId, int] = {}
+
+    def show(arg: Argument) -> object:
+        if isinstance(arg, Region):
+            buffer = buffers[arg.buffer]
+            if buffer.role in (Role.INTERNAL, Role.CONSTANT):
+                return f"{buffer.role.value}{order.setdefault(arg.buffer, len(order))}"
+            return buffer.name
+        if isinstance(arg, HyperScalar):
+            return float(scalars[arg.index])
+        if isinstance(arg, tuple):
+            return tuple(show(a) for a in arg)
+        return float(arg) if isinstance(arg, int | float) and not isinstance(arg, bool) else arg
+
+    def show_named(op: Op) -> tuple[tuple[str, object], ...]:
+        shown = ((name, show(arg)) for name, arg in op.kwargs.items())
+        # The dispatcher drops arguments that have their default value.
+        return tuple(sorted((n, v) for n, v in shown if v is not None and (n, v) not in _DEFAULTS))
+
+    return [(str(op.target), tuple(show(a) for a in op.args), show_named(op)) for op in ops]

@@ -1,0 +1,45 @@
+"""What must still hold for a plan to be used: Python values, tensors where they were, no new hooks, the same modes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+
+from takeback.capture.guards import Guard
+from takeback.capture.session import Subject
+
+
+def ambient() -> Hashable:
+    """The global modes that decide which kernels eager would run."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
+
+
+class Watch:
+    """Compared before every replay; costs a few list walks."""
+
+    def __init__(self, subject: Subject, guard: Guard) -> None:
+        self.parameters = subject.parameters
+        self._guard = guard
+        watched = {id(t): t for t in (*subject.parameters, *subject.model.buffers(), *guard.tensors)}
+        self._tensors = [(t, t.data_ptr(), t.requires_grad) for t in watched.values()]
+        self._hooked = [t for t in watched.values() if t.requires_grad and t.is_leaf]
+
+    def change(self) -> str | None:
+        """None while the plan may be used; else what is different."""
+        for tensor, address, needs_grad in self._tensors:
+            if tensor.data_ptr() != address:
+                return "a tensor was given other memory"
+            if tensor.requires_grad is not needs_grad:
+                return "requires_grad of a tensor changed"
+        for tensor in self._hooked:
+            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+                return "a parameter got a hook"
+        return self._guard.change()

@@ -1,0 +1,30 @@
+"""Every exception takeback raises on purpose: each says what, where, why, and what to do.
+
+`TakebackError` is the root. Nothing here is raised for a bug of ours: those are plain `assert`s.
+"""
+
+from __future__ import annotations
+
+
+class TakebackError(Exception):
+    """The root of all errors that takeback raises on purpose."""
+
+
+class CaptureError(TakebackError):
+    """The user's step cannot be recorded as one program that may be replayed."""
+
+
+class PlanError(TakebackError):
+    """A plan places two values that live at the same time onto the same bytes, or misses one."""
+
+
+class BorrowError(TakebackError):
+    """A plan reads bytes after another value was written onto them."""
+
+
+class VerifyError(TakebackError):
+    """A compiled step did not give the same bits as eager (`verify_every`)."""
+
+
+class OptionError(TakebackError, ValueError):
+    """A setting has a value that takeback does not know, or cannot honour yet."""

@@ -1,0 +1,72 @@
+"""Every setting of takeback: what `compile_step` was asked for, checked, and what the environment says."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from takeback.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one compiled step. Unknown or not yet honoured values raise `OptionError`."""
+
+    mode: str = "exact"
+    memory: str = "auto"
+    update: str = "end"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    scaler: object | None = None
+    group: object | None = None
+    keep_grads: bool = False
+    verify_every: int = 0
+    max_plans: int = 8
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
+        _one_of("update", self.update, known=("end", "early"), ready=("end",))
+        if self.memory not in ("auto", "keep"):
+            raise OptionError(
+                f"memory={self.memory!r} needs recomputation, which this version does not have. Use memory='auto' or "
+                f"memory='keep': both keep every saved value."
+            )
+        for name in ("scaler", "group"):
+            if getattr(self, name) is not None:
+                raise OptionError(f"{name}= is not supported in this version. Leave it at None.")
+        _whole("accumulate", self.accumulate, least=1)
+        _whole("verify_every", self.verify_every, least=0)
+        _whole("max_plans", self.max_plans, least=1)
+        norm = self.clip_norm
+        if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
+            raise OptionError(f"clip_norm must be a positive number or None, got {norm!r}")
+
+
+def _one_of(name: str, value: object, *, known: tuple[str, ...], ready: tuple[str, ...]) -> None:
+    if value not in known:
+        raise OptionError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    if value not in ready:
+        raise OptionError(f"{name}={value!r} is not in this version; use {' or '.join(map(repr, ready))}")
+
+
+def _whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
+
+
+def cache_dir() -> Path:
+    """Where the compiled allocator is kept: $TAKEBACK_CACHE, else $XDG_CACHE_HOME/takeback, else ~/.cache/takeback."""
+    own = os.environ.get("TAKEBACK_CACHE")
+    if own:
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "takeback"
+
+
+def compiler() -> str:
+    """The C++ compiler for the allocator: $CXX, else g++."""
+    return os.environ.get("CXX") or "g++"
+
+

@@ -1,0 +1,63 @@
+"""What passes hand to one another: the program so far, the placement of every buffer, and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from takeback.capture.program import BufferId, Program, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The buffer gets bytes of its own in the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrites:
+    """The buffer takes the bytes of `buffer`, which dies at the op at position `op`."""
+
+    buffer: BufferId
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """The bytes are the caller's."""
+
+
+Placement = Fresh | Overwrites | Borrowed
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A decision that was not taken, and why."""
+
+    decision: str
+    op: str
+    buffer: BufferId
+    size_bytes: int
+    reason: str
+    site: Site | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A copy that eager makes and the plan does not: `copy` is the same bytes as `source`."""
+
+    op: str
+    copy: BufferId
+    source: BufferId
+    size_bytes: int
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program on its way to a plan. `kept` are buffers that must last to the end of the step."""
+
+    program: Program
+    kept: frozenset[BufferId] = frozenset()
+    placements: Mapping[BufferId, Placement] = field(default_factory=dict)
+    moves: tuple[Moved, ...] = ()
+    refusals: tuple[Refusal, ...] = ()

@@ -1,0 +1,206 @@
+"""Runs a layout: binds it to the arena, replays it under the native allocator, and takes back what an abort left.
+
+Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
+user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scratch
+from takeback.run.allocator import ALLOC, Cell, Native, Script
+from takeback.run.arena import SharedArena
+from takeback.run.codegen import Code, HeldValueChanged, generate, look, place, same_value
+from takeback.run.commit import uninterrupted
+from takeback.run.layout import Layout
+
+
+@dataclass
+class Counters:
+    """What the last replay cost beyond its kernels."""
+
+    served: int = 0  #: requests answered from the arena
+    passed: int = 0  #: requests that were known to go to the ordinary allocator
+    misses: int = 0  #: requests nobody expected: served by the ordinary allocator
+    missed_bytes: int = 0
+    landed: int = 0  #: results copied into their place because their op put them elsewhere
+    landed_bytes: int = 0
+    worker_new: int = 0  #: blocks the worker threads' free lists had to take anew
+    events: list[str] = field(default_factory=list)
+
+
+class Executor:
+    """A layout, ready to run on one thread at a time."""
+
+    def __init__(
+        self, layout: Layout, arena: SharedArena, native: Native | None, *, poison: bool = False
+    ) -> None:
+        self.layout = layout
+        self.program: Program = layout.draft.program
+        self.code: Code = generate(layout, poison=poison)
+        self.counters = Counters()
+        self._arena = arena
+        self._native = native
+        self._cell = Cell()
+        self._generation = -1
+        self._script: Script | None = None
+        self._compute: Callable[[list[torch.Tensor]], None] | None = None
+        self._update: Callable[[Sequence[float]], None] | None = None
+        self._tensors: dict[Region, torch.Tensor] = {}
+        arena.reserve_(layout.arena_bytes)
+        written = {b for op in self.program.ops if op.phase is not Phase.UPDATE for b in op.mutates}
+        borrowed = [b for b in written if self.program.buffers[b].role.borrowed]
+        self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
+        self._live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
+        self._saved = [torch.empty_like(t) for t in self._live]
+
+    @property
+    def undo_bytes(self) -> int:
+        """What the saved copies of the user's statistics take, outside of the arena."""
+        return sum(t.numel() * t.element_size() for t in self._saved)
+
+    def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of a region as they are now."""
+        if self.program.buffers[region.buffer].role is Role.BATCH:
+            leaf = leaves[self.program.leaves[region.buffer]]
+            return look(leaf, region.dtype, region.shape, region.stride, region.offset)
+        return place(region, self.layout, self._arena.tensor, self._arena.tensor.storage_offset(), self.program.externals)
+
+    def _bind_(self) -> None:
+        self._arena.reserve_(self.layout.arena_bytes)
+        if self._generation == self._arena.generation:
+            return
+        extra: dict[str, object] = {
+            "cell": self._cell.view,
+            "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
+            "land": self._land,
+            "look": look,
+            "same_value": same_value,
+            "changed": HeldValueChanged,
+            "whole": self._arena.tensor[: self.layout.arena_bytes],
+        }
+        self._compute, self._update, _ = self.code.bind(
+            self._arena.tensor, self.layout, self.program.externals, extra
+        )
+        if self._native is not None and self._arena.mapped is not None:
+            first, sizes, offsets = [0], [], []
+            for entries in self.layout.entries:
+                for e in entries:
+                    if e.size_bytes:
+                        sizes.append(e.size_bytes)
+                        offsets.append(e.offset_bytes)
+                first.append(len(sizes))
+            self._script = self._native.script(first, sizes, offsets, self._arena.mapped, self._cell)
+        self._generation = self._arena.generation
+
+    def _land(self, result: torch.Tensor, home: torch.Tensor) -> None:
+        home.copy_(result)
+        self.counters.landed += 1
+        self.counters.landed_bytes += result.numel() * result.element_size()
+
+    def run(
+        self,
+        leaves: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        finish: Callable[[], None] | None = None,
+        *,
+        log: bool = False,
+    ) -> None:
+        """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
+        own step(). Raises `HeldValueChanged` with everything as before if a held value is another one."""
+        self._bind_()
+        assert self._compute is not None
+        assert self._update is not None
+        self.counters = Counters()
+        self._cell.view[0] = -1
+        batch = [t.detach() for t in leaves]
+        script, mode = self._script, torch.is_grad_enabled()
+        undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
+        if self._live:
+            torch._foreach_copy_(self._saved, self._live)
+        if script is not None:
+            script.enter(log=log)
+        try:
+            try:
+                self._compute(batch)
+            except BaseException:
+                with uninterrupted():
+                    torch._C._set_grad_enabled(False)
+                    if self._live:
+                        torch._foreach_copy_(self._live, self._saved)
+                    for live, before in undo:
+                        live.copy_(before)
+                raise
+            with uninterrupted():
+                self._update(scalars)
+                if finish is not None:
+                    if script is not None:
+                        script.leave()
+                    torch._C._set_grad_enabled(mode)
+                    finish()
+        finally:
+            if script is not None:
+                script.leave()
+                native = script.counters
+                self.counters.served, self.counters.passed = native.served, native.passed
+                self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
+                self.counters.worker_new = native.worker_new
+            torch._C._set_grad_enabled(mode)
+
+    def rehearsed(self) -> Layout | None:
+        """After a run with `log=True`: the draft's ops with the requests they really made, if those differ."""
+        if self._script is None:
+            return None
+        observed = _observe(self._script.events, self.layout)
+        ops = []
+        changed = False
+        for position, op in enumerate(self.program.ops):
+            seen = observed.get(position, ())
+            expected = [(e.size_bytes, e.offset_bytes >= 0) for e in self.layout.entries[position] if e.size_bytes]
+            if [(s.size_bytes, s.result is not None or s.end is not None) for s in seen] != expected:
+                changed = True
+                kept = tuple(s for s in op.scratch if s.result is not None and not any(o.result == s.result for o in seen))
+                op = replace(op, scratch=seen + (kept if _asks(self.layout, position) else ()))
+            ops.append(op)
+        if not changed:
+            return None
+        from takeback.run.layout import lay_out
+
+        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=tuple(ops))))
+
+
+def _asks(layout: Layout, position: int) -> bool:
+    from takeback.run.layout import asks_for_results
+
+    return asks_for_results(layout.kinds[position])
+
+
+def _observe(events: Any, layout: Layout) -> dict[int, tuple[Scratch, ...]]:
+    """What each op asked of the allocator in a logged replay."""
+    results: list[BufferId | None] = []
+    for entries in layout.entries:
+        results.extend(e.result for e in entries if e.size_bytes)
+    seen: dict[int, dict[int, Scratch]] = {}
+    clock: dict[int, int] = {}
+    for event in events:
+        op = int(event["op"])
+        if op < 0:
+            continue
+        time = clock[op] = clock.get(op, -1) + 1
+        mine = seen.setdefault(op, {})
+        ident, entry = int(event["id"]), int(event["entry"])
+        if event["kind"] == ALLOC:
+            result = results[entry] if entry >= 0 else None
+            mine[ident] = Scratch(int(event["size_bytes"]), time, None, result)
+        elif ident in mine and mine[ident].result is None:
+            mine[ident] = replace(mine[ident], end=time)
+    return {op: tuple(mine.values()) for op, mine in seen.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()

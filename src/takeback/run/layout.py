@@ -1,0 +1,158 @@
+"""A draft in, a checked `Layout` out: every internal buffer and every op's scratch at an offset in one arena.
+
+Time is counted in ticks finer than ops, because an op's scratch comes and goes inside it:
+
+    op i:   | start | event 0 | event 1 | ... | end |        an event is one request to the allocator or one release
+
+The layout has passed the validator and the borrow check, or an error is raised and nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from takeback.capture.program import BufferId, Op, Region, show_op
+from takeback.ownership import borrow
+from takeback.ownership.lifetimes import Lifetime, lifetimes
+from takeback.passes.draft import Draft, Overwrites
+from takeback.plan import Item, ItemId, Problem, lower_bound_bytes, solve, validate
+from takeback.run.calls import Kind, kind_of
+
+PASS = -1  #: an entry that goes to the ordinary allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One request an op makes of the allocator, and the offset it is given (PASS: none)."""
+
+    size_bytes: int
+    offset_bytes: int
+    result: BufferId | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lives."""
+
+    draft: Draft
+    kinds: tuple[Kind, ...]
+    alive: Mapping[BufferId, Lifetime]
+    slots: Mapping[BufferId, BufferId]  #: the buffer whose bytes these are in the end
+    offsets: Mapping[BufferId, int]
+    entries: tuple[tuple[Entry, ...], ...]  #: per op
+    arena_bytes: int
+    lower_bound_bytes: int
+    order: str
+
+
+def slot_of(draft: Draft, buffer: BufferId) -> BufferId:
+    """Follows overwritings back to the buffer that brought the bytes."""
+    placement = draft.placements.get(buffer)
+    while isinstance(placement, Overwrites):
+        buffer = placement.buffer
+        placement = draft.placements.get(buffer)
+    return buffer
+
+
+def asks_for_results(kind: Kind) -> bool:
+    return kind is Kind.ALLOCATE
+
+
+def lay_out(draft: Draft) -> Layout:
+    """Places everything and proves it."""
+    program = draft.program
+    alive = lifetimes(program, draft.kept)
+    kinds = tuple(_kinds(draft))
+    ticks = _ticks(program.ops)
+    slots = {b: slot_of(draft, b) for b in alive}
+    span: dict[BufferId, list[int]] = {}
+    for b, life in alive.items():
+        window = span.setdefault(slots[b], [ticks[life.start], ticks[life.end]])
+        window[0], window[1] = min(window[0], ticks[life.start]), max(window[1], ticks[life.end])
+    items = [Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in span.items()]
+    inner: dict[tuple[int, int], ItemId] = {}
+    following = max((int(b) for b in program.buffers), default=0) + 1
+    for position, op in enumerate(program.ops):
+        for k, scratch in enumerate(op.scratch):
+            if scratch.result is None and scratch.end is not None and scratch.size_bytes:
+                inner[position, k] = ItemId(following)
+                base = ticks[position] + 1
+                items.append(Item(ItemId(following), scratch.size_bytes, base + scratch.start, base + scratch.end))
+                following += 1
+    problem = Problem(tuple(items))
+    solution = solve(problem)
+    validate(problem, solution)
+    offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
+    entries: list[tuple[Entry, ...]] = []
+    for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True)):
+        mine: list[Entry] = []
+        for k, scratch in enumerate(op.scratch):
+            if scratch.result is not None:
+                if asks_for_results(kind):
+                    mine.append(Entry(scratch.size_bytes, offsets.get(scratch.result, PASS), scratch.result))
+            else:
+                ident = inner.get((position, k))
+                mine.append(Entry(scratch.size_bytes, PASS if ident is None else solution.offsets[ident], None))
+        entries.append(tuple(mine))
+    layout = Layout(
+        draft, kinds, alive, slots, offsets, tuple(entries), solution.arena_bytes, lower_bound_bytes(problem), solution.order
+    )
+    borrow.check(effects(layout))
+    return layout
+
+
+def _kinds(draft: Draft) -> Iterator[Kind]:
+    for op in draft.program.ops:
+        first = op.results[0] if op.results else None
+        yield kind_of(op, draft.placements.get(first.buffer) if isinstance(first, Region) else None)
+
+
+def _ticks(ops: tuple[Op, ...]) -> list[int]:
+    ticks = [0]
+    for op in ops:
+        events = max((max(s.start, s.end or 0) + 1 for s in op.scratch), default=0)
+        ticks.append(ticks[-1] + 2 + events)
+    return ticks
+
+
+def effects(layout: Layout) -> Iterator[borrow.Effect]:
+    """What every op does to the arena's bytes: a new value for every write, its reads by the value they mean."""
+    program = layout.draft.program
+    version: dict[BufferId, int] = {}
+    count = 0
+
+    def access(buffer: BufferId) -> borrow.Access:
+        start = layout.offsets[buffer]
+        size = program.buffers[buffer].size_bytes
+        return borrow.Access(version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}")
+
+    for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
+        if kind is Kind.NOTHING:
+            continue
+        mutated = set(op.mutates)
+        # A buffer's first write may be an op that fills it in place: then there is nothing to read yet.
+        read = dict.fromkeys(r.buffer for r in op.inputs if r.buffer in layout.offsets and r.buffer in version)
+        reads = {b: access(b) for b in read}
+        written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in layout.offsets)
+        written.update(dict.fromkeys(b for b in mutated if b in layout.offsets))
+        allowed: set[tuple[int, int]] = set()
+        writes: list[borrow.Access] = []
+        for b in written:
+            before = version.get(b)
+            count += 1
+            version[b] = count
+            writes.append(access(b))
+            if b in mutated and before is not None:
+                allowed.add((count, before))
+            placement = layout.draft.placements.get(b)
+            if isinstance(placement, Overwrites) and placement.op == position:
+                allowed.add((count, reads[placement.buffer].value))
+        scratch = tuple(
+            borrow.Span(e.offset_bytes, e.offset_bytes + e.size_bytes)
+            for e in layout.entries[position]
+            if e.result is None and e.offset_bytes != PASS
+        )
+        yield borrow.Effect(
+            position, show_op(op, program.buffers)[:200], tuple(reads.values()), tuple(writes), frozenset(allowed), scratch
+        )

@@ -1,0 +1,38 @@
+"""Lets the recorder see what ops ask of the allocator: one native recording, its events as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from takeback.capture.record import AllocatorEvent
+from takeback.run.allocator import ALLOC, Cell, Native, Recording
+
+
+class Log:
+    """What the recorder writes to (`cell`) and what comes out (`events`)."""
+
+    def __init__(self, cell: Cell, recording: Recording) -> None:
+        self.cell = cell.view
+        self._recording = recording
+
+    @property
+    def events(self) -> list[AllocatorEvent]:
+        return [
+            AllocatorEvent(bool(e["kind"] == ALLOC), int(e["op"]), int(e["size_bytes"]), int(e["id"]), int(e["address"]))
+            for e in self._recording.events
+        ]
+
+
+def recorder(native: Native | None) -> Callable[[], contextlib.AbstractContextManager[Log]] | None:
+    """A context for one recorded step, or None where there is no native allocator."""
+    if native is None:
+        return None
+
+    @contextlib.contextmanager
+    def context() -> Iterator[Log]:
+        cell = Cell()
+        with native.record(cell) as recording:
+            yield Log(cell, recording)
+
+    return context

@@ -1,0 +1,249 @@
+"""compile_step(): the whole pipeline on one screen. Read this first.
+
+    capture      the first step runs for real and is recorded as a program           capture/
+    passes       move, chunk_loss, overwrite decide whose bytes each value takes     passes/
+    plan         every buffer and all scratch get an offset; validated, borrow-checked   run/layout.py, plan/
+    run          straight-line code replays the step inside one arena                run/
+    explain      the report accounts for every byte                                  explain/
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from takeback.capture import subject as subjects
+from takeback.capture.batch import map_leaves, take_apart
+from takeback.capture.program import Program
+from takeback.capture.session import AuxSlot, Capture, Subject, capture
+from takeback.capture.update import Update, disproof, own_step_reason, write_update
+from takeback.capture.watch import Watch, ambient
+from takeback.errors import CaptureError
+from takeback.options import Options, cache_dir, compiler
+from takeback.passes import Draft, Refusal, run_passes
+from takeback.run import allocator
+from takeback.run.arena import SharedArena
+from takeback.run.codegen import HeldValueChanged
+from takeback.run.commit import uninterrupted
+from takeback.run.executor import Executor
+from takeback.run.layout import lay_out
+from takeback.run.recording import recorder
+from takeback.run.verify import verified
+
+
+def compile_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    mode: str = "exact",
+    memory: str = "auto",
+    update: str = "end",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    scaler: object | None = None,
+    group: object | None = None,
+    keep_grads: bool = False,
+    verify_every: int = 0,
+    max_plans: int = 8,
+    poison: bool = False,
+) -> CompiledStep:
+    """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
+
+    Call the result like a function: `loss = step(*batch)`. The first call with a batch of new shapes runs in eager and
+    is recorded; every later one replays the plan, with eager's bits.
+
+    mode          "exact": the same kernels as eager, bit-identical results
+    memory        "auto" or "keep" (this version never recomputes, so they are the same)
+    update        "end": the optimizer runs after the backward
+    accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
+    clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
+    keep_grads    leaves a copy of the gradients in `.grad` after each step; otherwise `.grad` is None
+    verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
+    max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
+    poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
+    """
+    options = Options(
+        mode, memory, update, accumulate, clip_norm, scaler, group, keep_grads, verify_every, max_plans, poison
+    )
+    subjects.check(model, loss_fn, optimizer)
+    return CompiledStep(model, loss_fn, optimizer, options)
+
+
+@dataclass
+class Plan:
+    """One recorded and planned step, and what must hold for it to be used."""
+
+    key: Hashable
+    watch: Watch
+    update: Update | None
+    executor: Executor
+    original: Program
+    aux_form: Any
+    has_aux: bool
+    refusals: tuple[Refusal, ...]
+    rehearsals: int = 0
+    changed_at: dict[int, int] = field(default_factory=dict)
+
+    def holds(self) -> bool:
+        return (self.update is None or self.update.holds()) and self.watch.change() is None
+
+
+class CompiledStep:
+    """A training step with one owner per buffer. Made by `compile_step`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.grad_norm: torch.Tensor | None = None
+        self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
+        self._native = allocator.load(cache_dir(), compiler())
+        self._arena = SharedArena(self._native)
+        self._plans: list[Plan] = []  # most recently used first
+        self._last: Plan | None = None
+        self._steps = 0
+        self._news = subjects.NewPlans()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, batch_key = take_apart((args, kwargs))
+        key = (batch_key, ambient())
+        for plan in tuple(self._plans):
+            if plan.key != key or not plan.holds():
+                continue
+            every = self.options.verify_every
+            self._steps += 1
+            try:
+                if every and self._steps % every == 0:
+                    return verified(
+                        functools.partial(self._replay, plan, leaves),
+                        self._model,
+                        self._loss_fn,
+                        self._optimizer,
+                        args,
+                        kwargs,
+                        accumulate=self.options.accumulate,
+                        clip_norm=self.options.clip_norm,
+                    )
+                return self._replay(plan, leaves)
+            except HeldValueChanged as change:
+                self._blame(plan, change.position)
+        return self._record(key, args, kwargs, leaves)
+
+    def report(self) -> Any:
+        """What lives where in the plan used last, what was copied and why."""
+        if self._last is None:
+            raise CaptureError("there is no plan to report on yet: run the step once.")
+        raise NotImplementedError
+
+    # -- a new plan --------------------------------------------------------------------------------------------
+
+    def _record(
+        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[torch.Tensor]
+    ) -> Any:
+        subject = subjects.build(
+            self._model,
+            self._loss_fn,
+            self._optimizer,
+            leaves,
+            accumulate=self.options.accumulate,
+            clip_norm=self.options.clip_norm,
+        )
+        self._news.note(key)
+        got = capture(subject, args, kwargs, recording=recorder(self._native))
+        with uninterrupted():
+            self._optimizer.step()
+            self._make_plan(key, subject, got)
+            self._drop_grads(subject.parameters)
+        self.grad_norm = got.grad_norm
+        loss = got.loss.clone()
+        return (loss, got.aux) if got.has_aux else loss
+
+    def _make_plan(self, key: Hashable, subject: Subject, got: Capture) -> None:
+        program, refusals = got.program, []
+        update: Update | None = None
+        reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
+        if reason is None:
+            program, update = write_update(program, self._optimizer, subject.parameters, subject.names)
+        else:
+            refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
+        keep = self.options.keep_grads or update is None
+        kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
+        draft = run_passes(Draft(program, kept))
+        executor = Executor(lay_out(draft), self._arena, self._native, poison=self.options.poison)
+        watch = Watch(subject, got.guard)
+        plan = Plan(key, watch, update, executor, program, got.aux_form, got.has_aux, tuple(refusals))
+        self._plans.insert(0, plan)
+        del self._plans[self.options.max_plans :]
+        self._last = plan
+
+    # -- the steady step ---------------------------------------------------------------------------------------
+
+    def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> Any:
+        executor = plan.executor
+        rehearse = plan.rehearsals < 2
+        scalars = plan.update.scalars() if plan.update is not None else ()
+        finish = None if plan.update is not None else lambda: self._own_step(plan, leaves)
+        executor.run(leaves, scalars, finish, log=rehearse)
+        program = executor.program
+        loss = executor.tensor(program.loss, leaves).clone()
+        aux = [executor.tensor(r, leaves).clone() for r in program.aux]
+        if program.grad_norm is not None:
+            self.grad_norm = executor.tensor(program.grad_norm, leaves).clone()
+        if self.options.keep_grads:
+            for i, region in program.grads.items():
+                plan.watch.parameters[i].grad = executor.tensor(region, leaves).clone()
+        if rehearse:
+            self._rehearsed(plan)
+        if self._plans[0] is not plan:
+            self._plans.remove(plan)
+            self._plans.insert(0, plan)
+        self._last = plan
+        self._news.steady()
+        return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
+
+    def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
+        """An optimizer whose update is not in the plan runs its own step on the planned gradients."""
+        parameters = plan.watch.parameters
+        for i, region in plan.executor.program.grads.items():
+            parameters[i].grad = plan.executor.tensor(region, leaves)
+        try:
+            self._optimizer.step()
+        finally:
+            for p in parameters:
+                p.grad = None
+
+    def _drop_grads(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        if not self.options.keep_grads:
+            for p in parameters:
+                p.grad = None
+
+    def _rehearsed(self, plan: Plan) -> None:
+        """The first replay shows what the chosen kernels really ask of the allocator; the plan is corrected by it."""
+        plan.rehearsals += 1
+        layout = plan.executor.rehearsed()
+        if layout is None:
+            plan.rehearsals = 2
+        else:
+            plan.executor = Executor(layout, self._arena, self._native, poison=self.options.poison)
+
+    def _blame(self, plan: Plan, position: int) -> None:
+        """A value that the step reads into Python keeps changing: right each time, but never compiled."""
+        plan.changed_at[position] = plan.changed_at.get(position, 0) + 1
+        op = plan.executor.program.ops[position]
+        count = sum(sum(p.changed_at.values()) for p in self._plans)
+        if count >= self.options.max_plans:
+            where = op.site.describe() if op.site else "an unknown line"
+            raise CaptureError(
+                f"the step reads a tensor into Python at {where}, and the value was another one {count} times. takeback "
+                f"holds such a value with a guard and records anew when it changes, which never ends here. Keep it in a "
+                f"tensor (torch.where instead of if), or pass it as an argument."
+            )

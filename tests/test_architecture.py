@@ -1,0 +1,261 @@
+"""Imports point one way, and private torch APIs and the environment are used only where they may be.
+
+A rule is a function of (path below src/takeback, source) to its violations; each is shown to catch one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "takeback"
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
+
+# A part is a folder or a file directly below src/takeback. "__init__" is the package itself, which exports
+# the compiler: to import it from a part is to import everything.
+COMPILER = ("capture", "ownership", "passes", "plan", "run", "explain", "step", "backend", "cli", "__init__")
+PARTS = (*COMPILER, "errors", "options", "nn", "grads", "workspace", "guard", "parallel", "zoo")
+
+# Of COMPILER, what each part may import besides itself. A part not listed may import anything.
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "capture": frozenset(),
+    "ownership": frozenset({"capture"}),
+    "passes": frozenset({"capture", "ownership"}),
+    "plan": frozenset(),
+    "run": frozenset({"capture", "ownership", "passes", "plan"}),
+    "explain": frozenset({"capture", "ownership", "passes", "plan"}),
+    "step": frozenset({"capture", "ownership", "passes", "plan", "run", "explain"}),
+    "nn": frozenset(),
+    "grads": frozenset(),
+    "workspace": frozenset(),
+    "guard": frozenset(),
+    "errors": frozenset(),
+    "options": frozenset(),
+    "zoo": frozenset(),
+}
+# Of all parts, the only ones that these may import besides themselves.
+IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo": frozenset()}
+
+MAY_USE_PRIVATE_TORCH = ("capture", "run", "backend")
+MAY_READ_ENVIRONMENT = ("options",)
+ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+
+
+def part_of(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything imported, in functions too: `a.b.c` for `from a.b import c`."""
+    package = ["takeback", *path.split("/")[:-1]]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{name.name}") for name in node.names)
+
+
+def imported_parts(path: str, source: str) -> Iterator[tuple[int, str]]:
+    for line, name in imports(path, source):
+        first, *rest = name.split(".")
+        if first == "takeback":
+            yield line, rest[0] if rest and rest[0] in PARTS else "__init__"
+
+
+def check_docstring(path: str, source: str) -> list[str]:
+    return [] if ast.get_docstring(ast.parse(source)) else [f"{path}:1 has no docstring"]
+
+
+def check_direction(path: str, source: str) -> list[str]:
+    part = part_of(path)
+    if part not in MAY_IMPORT:
+        return []
+    violations = []
+    for line, imported in imported_parts(path, source):
+        allowed = imported in MAY_IMPORT[part] or imported not in COMPILER
+        if part in IMPORTS_ONLY:
+            allowed = imported in IMPORTS_ONLY[part]
+        if not allowed and imported != part:
+            violations.append(f"{path}:{line} {part} must not import {imported}")
+    return violations
+
+
+def check_plan_without_torch(path: str, source: str) -> list[str]:
+    if part_of(path) != "plan":
+        return []
+    found = ((line, name) for line, name in imports(path, source) if name.split(".")[0] == "torch")
+    return [f"{path}:{line} plan must not import torch" for line, _ in found]
+
+
+def check_private_torch(path: str, source: str) -> list[str]:
+    if part_of(path) in MAY_USE_PRIVATE_TORCH:
+        return []
+    names = [*imports(path, source), *_attributes(source, "torch")]
+    found = sorted({(line, private) for line, name in names if (private := _private_torch(name))})
+    return [f"{path}:{line} private torch API {private}" for line, private in found]
+
+
+def check_environment(path: str, source: str) -> list[str]:
+    if part_of(path) in MAY_READ_ENVIRONMENT:
+        return []
+    names = [*imports(path, source), *_attributes(source, "os")]
+    found = sorted({(line, ".".join(name.split(".")[:2])) for line, name in names if _is_environment(name)})
+    return [f"{path}:{line} {name} outside options.py" for line, name in found]
+
+
+def _private_torch(name: str) -> str | None:
+    """`torch.a._b` of `torch.a._b.c`. After `torch.ops` come operators, which may start with _."""
+    parts = name.split(".")
+    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+        return None
+    private = [i for i, part in enumerate(parts) if part.startswith("_") and not part.endswith("__")]
+    return ".".join(parts[: private[0] + 1]) if private else None
+
+
+def _is_environment(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "os" and bool(rest) and rest[0] in ENVIRONMENT
+
+
+def _attributes(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Line and full name of every `x.y.z` whose x was imported from `package`, under whatever alias."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                target = name.name if name.asname else name.name.split(".")[0]
+                bound[name.asname or target] = target
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            bound.update({name.asname or name.name: f"{node.module}.{name.name}" for name in node.names})
+    for node in ast.walk(tree):
+        parts: list[str] = []
+        value: ast.AST = node
+        while isinstance(value, ast.Attribute):
+            parts.insert(0, value.attr)
+            value = value.value
+        if parts and isinstance(value, ast.Name) and bound.get(value.id, "").split(".")[0] == package:
+            yield value.lineno, ".".join([bound[value.id], *parts])
+
+
+RULES = [
+    check_docstring,
+    check_direction,
+    check_plan_without_torch,
+    check_private_torch,
+    check_environment,
+]
+Rule = Callable[[str, str], list[str]]
+
+
+def test_the_source_tree_is_found() -> None:
+    assert "errors.py" in FILES
+    assert "zoo/__init__.py" in FILES
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_file_keeps_every_rule(path: str) -> None:
+    source = (ROOT / path).read_text()
+    assert [violation for rule in RULES for violation in rule(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source", "violation"),
+    [
+        (check_docstring, "plan/x.py", "# only a comment\nx = 1", "plan/x.py:1 has no docstring"),
+        (check_docstring, "plan/__init__.py", "", "plan/__init__.py:1 has no docstring"),
+        (check_direction, "capture/x.py", "from takeback.ownership import y", "import ownership"),
+        (check_direction, "capture/x.py", "\nimport takeback.step", "capture/x.py:2 .* import step"),
+        (check_direction, "ownership/x.py", "from ..passes.move import y", "import passes"),
+        (check_direction, "ownership/a/x.py", "from ... import plan", "import plan"),
+        (check_direction, "passes/x.py", "def f():\n    from takeback import run", ":2 .* import run"),
+        (check_direction, "plan/x.py", "from takeback.passes import y", "import passes"),
+        (check_direction, "plan/x.py", "from takeback.options import y", "import options"),
+        (
+            check_direction,
+            "run/x.py",
+            "if True:\n    import takeback.explain.text as t",
+            "import explain",
+        ),
+        (check_direction, "run/x.py", "from takeback.step import compile_step", "import step"),
+        (check_direction, "explain/x.py", "from takeback.run.arena import Arena", "import run"),
+        (check_direction, "explain/x.py", "from takeback import cli", "import cli"),
+        (check_direction, "step.py", "from takeback.cli import main", "step must not import cli"),
+        (check_direction, "passes/x.py", "from takeback import compile_step", "import __init__"),
+        (check_direction, "passes/x.py", "import takeback", "import __init__"),
+        (check_direction, "grads.py", "from .capture import y", "grads must not import capture"),
+        (check_direction, "guard.py", "import takeback.ownership", "guard must not import ownership"),
+        (check_direction, "workspace.py", "from takeback.run import y", "import run"),
+        (check_direction, "nn/abn.py", "from takeback.explain import y", "nn must not import explain"),
+        (check_direction, "zoo/gpt.py", "from takeback.errors import y", "zoo must not import errors"),
+        (check_plan_without_torch, "plan/x.py", "import torch", "plan must not import torch"),
+        (check_plan_without_torch, "plan/x.py", "def f():\n    from torch.nn import y", ":2 plan must not"),
+        (check_private_torch, "passes/x.py", "from torch._inductor import config", "API torch._inductor$"),
+        (check_private_torch, "passes/x.py", "import torch.utils._pytree as t", "torch.utils._pytree"),
+        (check_private_torch, "passes/x.py", "from torch import _C", "torch._C"),
+        (
+            check_private_torch,
+            "grads.py",
+            "import torch\n\ntorch._foreach_add_([], 1)",
+            "grads.py:3 .*_foreach_",
+        ),
+        (check_private_torch, "grads.py", "import torch as t\nt.fx._x.y", "torch.fx._x"),
+        (check_private_torch, "nn/x.py", "from torch import nn as n\nn._x", "torch.nn._x"),
+        (check_environment, "run/x.py", "import os\nos.environ['A']", "run/x.py:2 os.environ outside"),
+        (check_environment, "run/x.py", "import os as o\no.getenv('A')", "os.getenv outside"),
+        (check_environment, "cli.py", "from os import environ as e", "cli.py:1 os.environ outside"),
+        (check_environment, "cli.py", "from os import getenv", "cli.py:1 os.getenv outside"),
+    ],
+)
+def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, violation: str) -> None:
+    [found] = rule(path, source)
+    assert re.search(violation, found), found
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "source"),
+    [
+        (check_docstring, "plan/x.py", '"""Offsets."""'),
+        (
+            check_direction,
+            "capture/x.py",
+            "from takeback.capture import y\nfrom takeback import errors",
+        ),
+        (check_direction, "capture/x.py", "from . import roles\nfrom .roles import y\nimport torch"),
+        (check_direction, "ownership/x.py", "from takeback.capture import y"),
+        (check_direction, "passes/x.py", "from takeback.ownership import y\nfrom ..capture import z"),
+        (
+            check_direction,
+            "plan/x.py",
+            "from takeback.errors import PlanError\nfrom .problem import y",
+        ),
+        (check_direction, "run/x.py", "from takeback.plan import y\nfrom takeback.options import z"),
+        (check_direction, "step.py", "from takeback.explain import y\nfrom takeback.run import z"),
+        (check_direction, "__init__.py", "from takeback.step import compile_step"),
+        (check_direction, "cli.py", "import takeback"),
+        (check_direction, "nn/x.py", "from takeback.workspace import Workspace"),
+        (check_direction, "zoo/x.py", "from takeback.zoo.gpt import GPT"),
+        (check_plan_without_torch, "run/x.py", "import torch"),
+        (check_plan_without_torch, "plan/x.py", "import torchlike"),
+        (check_private_torch, "capture/x.py", "from torch._subclasses import FakeTensorMode"),
+        (check_private_torch, "run/x.py", "import torch\ntorch._C"),
+        (check_private_torch, "backend.py", "import torch._inductor"),
+        (check_private_torch, "ownership/x.py", "import torch\ntorch.ops.aten._softmax.default"),
+        (check_private_torch, "ownership/x.py", "import torch\ntorch.__version__\nself._torch._x"),
+        (check_environment, "options.py", "import os\nos.environ['A']"),
+        (check_environment, "run/x.py", "import os\nos.path.join('environ')\nself.environ"),
+    ],
+)
+def test_rule_allows_what_is_allowed(rule: Rule, path: str, source: str) -> None:
+    assert rule(path, source) == []
+
+
+def test_every_rule_has_a_planted_violation() -> None:
+    marks = test_rule_catches_a_planted_violation.pytestmark  # type: ignore[attr-defined]
+    assert {row[0] for row in marks[0].args[1]} == set(RULES)
