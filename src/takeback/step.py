@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.update import Update, disproof, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
 from takeback.errors import CaptureError
+from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
 from takeback.passes import Draft, Refusal, run_passes
 from takeback.run import allocator
@@ -138,11 +140,26 @@ class CompiledStep:
                 self._blame(plan, change.position)
         return self._record(key, args, kwargs, leaves)
 
-    def report(self) -> Any:
+    def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
         if self._last is None:
             raise CaptureError("there is no plan to report on yet: run the step once.")
-        raise NotImplementedError
+        plan, counters = self._last, self._last.executor.counters
+        program = plan.executor.program
+        measured = None
+        if plan.rehearsals:
+            names = [f.name for f in dataclasses.fields(Measured)]
+            measured = Measured(**{name: getattr(counters, name) for name in names})
+        kept = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if self.options.keep_grads else 0
+        return build_report(
+            plan.executor.layout,
+            plan.original,
+            refusals=plan.refusals,
+            undo_bytes=plan.executor.undo_bytes,
+            kept_grad_bytes=kept,
+            measured=measured,
+            placed=self._native is not None,
+        )
 
     # -- a new plan --------------------------------------------------------------------------------------------
 

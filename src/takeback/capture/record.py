@@ -203,20 +203,10 @@ class Recorder(TorchDispatchMode):
         self._refuse_dynamic(func, facts, args, site)
         self._bury(position)
 
-        constant = func is aten.lift_fresh.default
         storages: dict[int, torch.Tensor] = {}
-
-        def describe(value: Any) -> Argument:
-            if isinstance(value, torch.Tensor):
-                region = self._region(value, constant)
-                storages[value.untyped_storage()._cdata] = value
-                return region
-            if isinstance(value, list | tuple):
-                return tuple(describe(v) for v in value)
-            return value
-
-        described = tuple(describe(a) for a in args)
-        described_kw = {k: describe(v) for k, v in kwargs.items()}
+        constant = func is aten.lift_fresh.default
+        described = tuple(self._describe(a, storages, constant) for a in args)
+        described_kw = {k: self._describe(v, storages, constant) for k, v in kwargs.items()}
         mutated = self._mutated(func, facts, args, kwargs)
         self._remember(mutated)
         generator = kwargs.get("generator")
@@ -233,35 +223,43 @@ class Recorder(TorchDispatchMode):
 
         if facts.random:
             self._random.after(generator, position + 1)
-        fresh = False
-
-        def results(value: Any) -> Argument:
-            nonlocal fresh
-            if isinstance(value, torch.Tensor):
-                source = storages.get(value.untyped_storage()._cdata)
-                if source is not None:
-                    trail = self._leaf_of.get(source)
-                    if trail is not None:
-                        self._leaf_of[value] = trail
-                elif value.untyped_storage()._cdata not in self._by_storage or not self._same_storage(value):
-                    self._refuse_unusual(value)
-                    self._new_buffer(value, Role.INTERNAL)
-                    fresh = True
-                return self._region(value)
-            if isinstance(value, list | tuple):
-                return tuple(results(v) for v in value)
-            return value
-
+        known = len(self.buffers)
         outs = out if isinstance(out, tuple | list) else (out,)
-        described_out = tuple(results(v) for v in outs)
+        described_out = tuple(self._result(v, storages) for v in outs)
         holds = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
         # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
-        if fresh or mutated or holds is not None:
+        if len(self.buffers) > known or mutated or holds is not None:
             ids = tuple(dict.fromkeys(self._region(t).buffer for t in mutated))
             self.ops.append(
                 Op(func, described, described_kw, described_out, ids, self.phase, torch.is_grad_enabled(), site, holds)
             )
         return out
+
+    # These two are methods, not closures: a recursive closure is a cycle that would keep eager's tensors alive.
+
+    def _describe(self, value: Any, storages: dict[int, torch.Tensor], constant: bool) -> Argument:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage()._cdata] = value
+            return self._region(value, constant)
+        if isinstance(value, list | tuple):
+            return tuple(self._describe(v, storages, constant) for v in value)
+        return value
+
+    def _result(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
+        if isinstance(value, torch.Tensor):
+            key = value.untyped_storage()._cdata
+            source = storages.get(key)
+            if source is not None:
+                trail = self._leaf_of.get(source)
+                if trail is not None:
+                    self._leaf_of[value] = trail
+            elif key not in self._by_storage or not self._same_storage(value):
+                self._refuse_unusual(value)
+                self._new_buffer(value, Role.INTERNAL)
+            return self._region(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._result(v, storages) for v in value)
+        return value
 
     def _same_storage(self, tensor: torch.Tensor) -> bool:
         """False if the address is known from a storage that has died since (its weak reference has expired)."""

@@ -67,9 +67,17 @@ def lay_out(draft: Draft) -> Layout:
     ticks = _ticks(program.ops)
     slots = {b: slot_of(draft, b) for b in alive}
     span: dict[BufferId, list[int]] = {}
+    asked = {
+        s.result: ticks[position] + 1 + s.start
+        for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True))
+        if asks_for_results(kind)
+        for s in op.scratch
+        if s.result is not None
+    }
     for b, life in alive.items():
-        window = span.setdefault(slots[b], [ticks[life.start], ticks[life.end]])
-        window[0], window[1] = min(window[0], ticks[life.start]), max(window[1], ticks[life.end])
+        start, end = asked.get(b, ticks[life.start]), ticks[life.end]
+        window = span.setdefault(slots[b], [start, end])
+        window[0], window[1] = min(window[0], start), max(window[1], end)
     items = [Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in span.items()]
     inner: dict[tuple[int, int], ItemId] = {}
     following = max((int(b) for b in program.buffers), default=0) + 1
@@ -153,6 +161,10 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             for e in layout.entries[position]
             if e.result is None and e.offset_bytes != PASS
         )
-        yield borrow.Effect(
-            position, show_op(op, program.buffers)[:200], tuple(reads.values()), tuple(writes), frozenset(allowed), scratch
-        )
+        label = show_op(op, program.buffers)[:200]
+        operands = tuple(reads.values())
+        if scratch:
+            # Scratch that is released before a result is asked for may lie where the result will: the operands must
+            # survive it, the results come after it. What overlaps in time as well is the validator's to find.
+            yield borrow.Effect(position, f"scratch of {label}", operands, (), scratch=scratch)
+        yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

@@ -1,0 +1,149 @@
+"""`Report`: what a plan needs, what eager needs, where every value lives, what was copied and why.
+
+Built from a layout and the recorded program, measured or predicted alike. All byte counts are of tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from takeback.capture.program import Program, Role
+from takeback.explain.eager import eager_peak
+from takeback.explain.ledger import Entry, Fate, ledger
+from takeback.passes.draft import Refusal
+from takeback.run.layout import Layout
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the last replay showed. None fields of a report mean that nothing has been replayed yet."""
+
+    served: int
+    misses: int
+    missed_bytes: int
+    passed: int
+    landed: int
+    landed_bytes: int
+    worker_new: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of one plan. Bytes alive at the peak include parameters, optimizer state and the batch."""
+
+    peak_bytes: int
+    eager_peak_bytes: int
+    resident_bytes: int
+    lower_bound_bytes: int
+    arena_bytes: int
+    allocations_per_step: int
+    copied_bytes: int
+    ledger: tuple[Entry, ...]
+    refusals: tuple[Refusal, ...]
+    resident: Mapping[str, int]  #: resident bytes by role
+    ops: int
+    eager_peak_at: str
+    peak_curve: tuple[int, ...]  #: bytes of the arena alive during each op
+    eager_curve: tuple[int, ...]  #: bytes eager holds above resident during each recorded op
+    measured: Measured | None
+    placed: bool  #: False where there is no native allocator
+    notes: tuple[str, ...]
+    torch_version: str = torch.__version__
+
+    def __str__(self) -> str:
+        from takeback.explain.text import as_text
+
+        return as_text(self)
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        data = dataclasses.asdict(self)
+        for refusal in data["refusals"]:
+            site = refusal.pop("site")
+            refusal["line"] = f"{site['file']}:{site['line']}" if site else ""
+        return json.dumps(data, indent=1)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page and returns its path."""
+        from takeback.explain.html import as_html
+
+        target = Path(path)
+        target.write_text(as_html(self), encoding="utf-8")
+        return target
+
+
+def build_report(
+    layout: Layout,
+    original: Program,
+    *,
+    refusals: tuple[Refusal, ...] = (),
+    undo_bytes: int = 0,
+    kept_grad_bytes: int = 0,
+    measured: Measured | None = None,
+    placed: bool = True,
+) -> Report:
+    """`original` is the recorded program before the passes; it says what eager would hold."""
+    program = layout.draft.program
+    resident = {role.value: 0 for role in Role if role.borrowed}
+    for buffer in program.buffers.values():
+        if buffer.role.borrowed:
+            resident[buffer.role.value] += buffer.size_bytes
+    total = sum(resident.values())
+    eager = eager_peak(original)
+    entries = ledger(layout)
+    returned = sum(r.numel * r.dtype.itemsize for r in program.returned)
+    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + kept_grad_bytes
+    passes = sum(e.fate is Fate.PASSED for e in entries)
+    fresh = len(program.returned)
+    outside = measured.misses + measured.passed + measured.worker_new if measured else passes
+    if measured:
+        copied += measured.landed_bytes
+    notes = []
+    if not placed:
+        notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
+    top = original.ops[eager.position] if original.ops else None
+    return Report(
+        peak_bytes=total + layout.arena_bytes + undo_bytes + returned + kept_grad_bytes + (measured.missed_bytes if measured else 0),
+        eager_peak_bytes=total + eager.transient_bytes,
+        resident_bytes=total,
+        lower_bound_bytes=layout.lower_bound_bytes,
+        arena_bytes=layout.arena_bytes,
+        allocations_per_step=fresh + outside,
+        copied_bytes=copied,
+        ledger=entries,
+        refusals=layout.draft.refusals + refusals,
+        resident={k: v for k, v in resident.items() if v},
+        ops=len(program.ops),
+        eager_peak_at=f"{top.name} {top.site or ''}".strip() if top else "",
+        peak_curve=_curve(layout),
+        eager_curve=eager.curve,
+        measured=measured,
+        placed=placed,
+        notes=tuple(notes),
+    )
+
+
+def _curve(layout: Layout) -> tuple[int, ...]:
+    """Bytes of the arena alive during each op: slots, and the op's own scratch."""
+    program = layout.draft.program
+    change = [0] * (len(program.ops) + 1)
+    windows: dict[int, list[int]] = {}
+    for buffer, life in layout.alive.items():
+        window = windows.setdefault(layout.slots[buffer], [life.start, life.end])
+        window[0], window[1] = min(window[0], life.start), max(window[1], life.end)
+    for slot, (start, end) in windows.items():
+        size = program.buffers[layout.slots[slot]].size_bytes  # type: ignore[index]
+        change[start] += size
+        change[end] -= size
+    level, curve = 0, []
+    for position, entries in enumerate(layout.entries):
+        level += change[position]
+        inside = sum(e.size_bytes for e in entries if e.result is None and e.offset_bytes >= 0)
+        curve.append(level + inside)
+    return tuple(curve)
