@@ -68,5 +68,3 @@ def cache_dir() -> Path:
 def compiler() -> str:
     """The C++ compiler for the allocator: $CXX, else g++."""
     return os.environ.get("CXX") or "g++"
-
-

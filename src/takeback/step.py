@@ -1,10 +1,10 @@
 """compile_step(): the whole pipeline on one screen. Read this first.
 
-    capture      the first step runs for real and is recorded as a program           capture/
-    passes       move, chunk_loss, overwrite decide whose bytes each value takes     passes/
-    plan         every buffer and all scratch get an offset; validated, borrow-checked   run/layout.py, plan/
-    run          straight-line code replays the step inside one arena                run/
-    explain      the report accounts for every byte                                  explain/
+capture      the first step runs for real and is recorded as a program           capture/
+passes       move, chunk_loss, overwrite decide whose bytes each value takes     passes/
+plan         every buffer and all scratch get an offset; validated, borrow-checked   run/layout.py, plan/
+run          straight-line code replays the step inside one arena                run/
+explain      the report accounts for every byte                                  explain/
 """
 
 from __future__ import annotations
@@ -70,7 +70,17 @@ def compile_step(
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     """
     options = Options(
-        mode, memory, update, accumulate, clip_norm, scaler, group, keep_grads, verify_every, max_plans, poison
+        mode,
+        memory,
+        update,
+        accumulate,
+        clip_norm,
+        scaler,
+        group,
+        keep_grads,
+        verify_every,
+        max_plans,
+        poison,
     )
     subjects.check(model, loss_fn, optimizer)
     return CompiledStep(model, loss_fn, optimizer, options)

@@ -44,9 +44,7 @@ def test_read_after_another_value_was_written_names_both_and_the_writer() -> Non
 
 
 def test_read_of_bytes_never_written_is_an_error() -> None:
-    with pytest.raises(
-        BorrowError, match=r"op 10 'relu' reads value 1 .* \[0, 64\): nothing was ever written"
-    ):
+    with pytest.raises(BorrowError, match=r"op 10 'relu' reads value 1 .* \[0, 64\): nothing was ever written"):
         check([MAKE_Y])
 
 
@@ -81,9 +79,7 @@ def test_permission_to_overwrite_one_operand_does_not_cover_another() -> None:
 
 def test_overwritten_operand_cannot_be_read_again() -> None:
     onto = Effect(5, "relu_", (X,), (access(2, 0, 64),), may_overwrite=frozenset({(2, 1)}))
-    with pytest.raises(
-        BorrowError, match=r"op 6 'sum' reads value 1 .* value 2 'v2', which was written by op 5"
-    ):
+    with pytest.raises(BorrowError, match=r"op 6 'sum' reads value 1 .* value 2 'v2', which was written by op 5"):
         check([onto, Effect(6, "sum", (X,), ())], initial=[X])
 
 
@@ -113,9 +109,7 @@ def test_scratch_must_not_touch_what_its_own_op_reads_or_writes(scratch: Span, m
 
 
 def test_empty_spans_touch_nothing() -> None:
-    empty = Effect(
-        5, "nop", (access(7, 16, 16),), (access(8, 32, 32), access(9, 0, 64)), scratch=(Span(8, 8),)
-    )
+    empty = Effect(5, "nop", (access(7, 16, 16),), (access(8, 32, 32), access(9, 0, 64)), scratch=(Span(8, 8),))
     check([empty, Effect(6, "sum", (access(9, 0, 64), access(1, 5, 5)), ())])
 
 

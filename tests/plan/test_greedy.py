@@ -124,9 +124,7 @@ def test_the_work_of_the_search_is_bounded_for_random_lifetimes(monkeypatch: pyt
     attempts: list[greedy._Attempt] = []
     place = greedy._place
 
-    def counted(
-        table: greedy._Table, strategy: greedy._Strategy, *, give_up_at: int | None
-    ) -> greedy._Attempt:
+    def counted(table: greedy._Table, strategy: greedy._Strategy, *, give_up_at: int | None) -> greedy._Attempt:
         attempts.append(place(table, strategy, give_up_at=give_up_at))
         return attempts[-1]
 

@@ -30,9 +30,7 @@ def item(number: int, size_bytes: int, start: int, end: int) -> Item:
         ((), -64, "power of two, got -64"),
     ],
 )
-def test_problem_refuses_nonsense_and_quotes_it(
-    items: tuple[Item, ...], alignment_bytes: int, message: str
-) -> None:
+def test_problem_refuses_nonsense_and_quotes_it(items: tuple[Item, ...], alignment_bytes: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Problem(items, alignment_bytes)
 

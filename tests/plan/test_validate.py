@@ -60,9 +60,7 @@ def test_each_fault_is_named_with_items_lifetimes_and_bytes(solution: Solution, 
 
 def shift_an_offset(problem: Problem, solution: Solution, draw: Random) -> tuple[Problem, Solution]:
     item = draw.choice(problem.items)
-    moved = solution.offsets[item.id] + draw.choice(
-        [-1, 1, -problem.alignment_bytes, problem.alignment_bytes]
-    )
+    moved = solution.offsets[item.id] + draw.choice([-1, 1, -problem.alignment_bytes, problem.alignment_bytes])
     return problem, replace(solution, offsets={**solution.offsets, item.id: moved})
 
 
@@ -89,9 +87,7 @@ def extend_a_lifetime(problem: Problem, solution: Solution, draw: Random) -> tup
 
 def grow_a_size(problem: Problem, solution: Solution, draw: Random) -> tuple[Problem, Solution]:
     position = draw.randrange(len(problem.items))
-    larger = replace(
-        problem.items[position], size_bytes=problem.items[position].size_bytes + draw.randint(1, 90)
-    )
+    larger = replace(problem.items[position], size_bytes=problem.items[position].size_bytes + draw.randint(1, 90))
     items = (*problem.items[:position], larger, *problem.items[position + 1 :])
     return replace(problem, items=items), solution
 
@@ -139,9 +135,7 @@ def breaks_a_rule(problem: Problem, solution: Solution) -> bool:
     if solution.offsets.keys() != {item.id for item in problem.items}:
         return True
     placed = [(solution.offsets[item.id], item) for item in problem.items]
-    if any(
-        at % problem.alignment_bytes or at + item.size_bytes > solution.arena_bytes for at, item in placed
-    ):
+    if any(at % problem.alignment_bytes or at + item.size_bytes > solution.arena_bytes for at, item in placed):
         return True
     return any(at < 0 for at, _ in placed) or any(
         one.start < other.end

@@ -81,9 +81,7 @@ STEPS = [conv, batch_norm, layer_norm, attention, embedding, lstm]
 
 def sequence(recording: Recording) -> list[tuple[int, int, int]]:
     events = recording.events
-    return list(
-        zip(events["kind"].tolist(), events["size_bytes"].tolist(), events["id"].tolist(), strict=True)
-    )
+    return list(zip(events["kind"].tolist(), events["size_bytes"].tolist(), events["id"].tolist(), strict=True))
 
 
 def script_side_by_side(native: Native, recording: Recording) -> Script:
@@ -528,11 +526,7 @@ def test_stress_all_modes_on_two_threads_with_frees_on_either(native: Native) ->
                     context.__enter__()
                 cell.view[0] = 0
                 for _ in range(per_round):
-                    n = (
-                        size_bytes // 4
-                        if mode > 1 and rng.random() < 0.8
-                        else rng.choice([1, 100, 3000, 70_000])
-                    )
+                    n = size_bytes // 4 if mode > 1 and rng.random() < 0.8 else rng.choice([1, 100, 3000, 70_000])
                     tensor = torch.full((n,), float(n))
                     if inside(arena, tensor):
                         # At most `slots` requests until its bytes are someone else's: let go in time.
@@ -598,18 +592,14 @@ print("served", script.counters.served)
 
 def test_no_compiler_warns_once_and_gives_none() -> None:
     name = "no-such-compiler-takeback"
-    with pytest.warns(
-        RuntimeWarning, match=f"no compiler named '{name}'.*Everything works.*Install"
-    ) as caught:
+    with pytest.warns(RuntimeWarning, match=f"no compiler named '{name}'.*Everything works.*Install") as caught:
         assert allocator.load(compiler=name) is None
     assert len(caught) == 1
     assert Path(caught[0].filename) == Path(__file__)
     assert allocator.load(compiler=name) is None  # a second warning would be an error here
 
 
-def test_failed_compilation_warns_with_what_the_compiler_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_compilation_warns_with_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.cpp"
     broken.write_text("#error told you so\n")
     monkeypatch.setattr(allocator, "_SOURCE", broken)

@@ -68,7 +68,7 @@ def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     of = type(node)
     if isinstance(node, Mapping):
         rebuilt = {k: map_leaves(v, kind, change) for k, v in node.items()}
-        return rebuilt if of is dict else of(rebuilt)  # type: ignore[call-arg]
+        return rebuilt if of is dict else of(rebuilt)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return of(*(map_leaves(v, kind, change) for v in node))
     if isinstance(node, tuple | list):

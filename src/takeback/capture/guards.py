@@ -16,7 +16,19 @@ from typing import Any
 
 import torch
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_SCALARS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    enum.Enum,
+)
 _OPAQUE = (types.ModuleType, type, types.BuiltinFunctionType, torch.Generator, torch._ops.OpOverload)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_WALKED = frozenset(
@@ -39,7 +51,12 @@ _MISSING = object()
 
 
 def _is_library(module_name: str | None) -> bool:
-    return module_name is None or module_name.partition(".")[0] in ("torch", "builtins", "functools", "typing")
+    return module_name is None or module_name.partition(".")[0] in (
+        "torch",
+        "builtins",
+        "functools",
+        "typing",
+    )
 
 
 class Guard:
@@ -80,7 +97,11 @@ class Guard:
         elif isinstance(value, set | frozenset):
             self._lengths.append((value, len(value), path))
         elif isinstance(value, functools.partial):
-            yield from ((value.func, path), (value.args, f"{path}.args"), (value.keywords, f"{path}.keywords"))
+            yield from (
+                (value.func, path),
+                (value.args, f"{path}.args"),
+                (value.keywords, f"{path}.keywords"),
+            )
         elif isinstance(value, types.MethodType):
             yield from ((value.__self__, path), (value.__func__, path))
         elif isinstance(value, types.FunctionType):
@@ -128,7 +149,10 @@ class Guard:
                 continue
             self._cells.append((cell, content, f"variable {name!r} of {path}"))
             yield content, f"variable {name!r} of {path}"
-        yield from ((function.__defaults__ or (), f"{path}'s defaults"), (function.__kwdefaults__ or {}, path))
+        yield from (
+            (function.__defaults__ or (), f"{path}'s defaults"),
+            (function.__kwdefaults__ or {}, path),
+        )
         yield from self._globals(function, path)
 
     def _globals(self, function: Callable[..., object], path: str) -> Iterator[tuple[object, str]]:
@@ -181,12 +205,21 @@ def _equal(now: object, then: object) -> bool:
 def _show(value: object) -> str:
     if isinstance(value, _SCALARS):
         return repr(value)
-    return f"a {type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    return (
+        f"a {type(value).__name__} of shape {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else f"a {type(value).__name__}"
+    )
 
 
 def hooks_on(model: torch.nn.Module) -> str | None:
     """The first hook that a replay would not call, in words, or None."""
-    for kind in ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"):
+    for kind in (
+        "_global_forward_hooks",
+        "_global_forward_pre_hooks",
+        "_global_backward_hooks",
+        "_global_backward_pre_hooks",
+    ):
         if getattr(torch.nn.modules.module, kind, None):
             return f"a global module hook ({kind})"
     for name, module in model.named_modules():

@@ -57,8 +57,8 @@ def watch_leaks() -> Iterator[None]:
         return self.item() if self.dim() == 0 else [tolist(row) for row in self.unbind(0)]
 
     # Checked on 2.11 and 2.13: both are inherited from TensorBase, so deleting ours brings torch's back.
-    torch.Tensor.numpy = numpy  # type: ignore[method-assign]
-    torch.Tensor.tolist = tolist  # type: ignore[method-assign]
+    torch.Tensor.numpy = numpy
+    torch.Tensor.tolist = tolist
     try:
         yield
     finally:

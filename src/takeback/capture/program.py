@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, TypeAlias
 
 import torch
 
 BufferId = NewType("BufferId", int)
+OpOverload: TypeAlias = torch._ops.OpOverload  # has no public name; checked on 2.11 and 2.13
 
 #: An argument of an op: a Region, a HyperScalar, a plain Python constant, or a tuple of these.
 Argument = object
@@ -149,7 +150,7 @@ class Scratch:
 class Op:
     """One kernel call as eager made it, its tensors replaced by regions."""
 
-    target: torch._ops.OpOverload | Special
+    target: OpOverload | Special
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Argument]
     results: tuple[Argument, ...]

@@ -231,7 +231,17 @@ class Recorder(TorchDispatchMode):
         if len(self.buffers) > known or mutated or holds is not None:
             ids = tuple(dict.fromkeys(self._region(t).buffer for t in mutated))
             self.ops.append(
-                Op(func, described, described_kw, described_out, ids, self.phase, torch.is_grad_enabled(), site, holds)
+                Op(
+                    func,
+                    described,
+                    described_kw,
+                    described_out,
+                    ids,
+                    self.phase,
+                    torch.is_grad_enabled(),
+                    site,
+                    holds,
+                )
             )
         return out
 
@@ -266,9 +276,7 @@ class Recorder(TorchDispatchMode):
         weak = self._weak.get(self._by_storage[tensor.untyped_storage()._cdata])
         return weak is None or not weak.expired()
 
-    def _mutated(
-        self, func: Any, facts: _OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[torch.Tensor]:
+    def _mutated(self, func: Any, facts: _OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         written = [args[i] for i in facts.written if i < len(args)]
         written += [kwargs[n] for n in facts.written_names if n in kwargs]
         hidden = _HIDDEN_WRITES.get(func)
@@ -381,9 +389,7 @@ def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:
     return lambda position: table[position]
 
 
-def attach_scratch(
-    ops: Sequence[Op], address_of: Mapping[BufferId, int], events: Sequence[AllocatorEvent]
-) -> list[Op]:
+def attach_scratch(ops: Sequence[Op], address_of: Mapping[BufferId, int], events: Sequence[AllocatorEvent]) -> list[Op]:
     """The ops with what each took from the allocator while it ran."""
     per_op: dict[int, list[AllocatorEvent]] = {}
     for event in events:

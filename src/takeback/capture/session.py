@@ -193,7 +193,7 @@ def _own_gradients_(
 
 def _gradients(loss: torch.Tensor, wanted: list[torch.nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
     try:
-        return torch.autograd.grad(loss, wanted, allow_unused=True)
+        return tuple(torch.autograd.grad(loss, wanted, allow_unused=True))
     except RuntimeError as error:
         if "second time" in str(error) or "does not require grad" in str(error):
             raise CaptureError(

@@ -38,7 +38,9 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
                 )
     devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
     if len(devices) > 1:
-        raise CaptureError(f"the model is on more than one device ({', '.join(devices)}). Move it to one: model.to(device).")
+        raise CaptureError(
+            f"the model is on more than one device ({', '.join(devices)}). Move it to one: model.to(device)."
+        )
     if devices and devices != ["cpu"]:
         raise CaptureError(f"mode 'exact' runs on the CPU in this version; the model is on {devices[0]}.")
 

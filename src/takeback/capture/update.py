@@ -208,7 +208,12 @@ def _sgd_single(w: _Writer, group: Mapping[str, Any], s: _Slice) -> None:
     if group["momentum"] != 0:
         buf = s.states["momentum_buffer"]
         w.write(aten.mul_.Tensor, buf, _named(w, group, "momentum"))
-        w.write(aten.add_.Tensor, buf, grad, alpha=w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"]))
+        w.write(
+            aten.add_.Tensor,
+            buf,
+            grad,
+            alpha=w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"]),
+        )
         if group["nesterov"]:
             grad = w.make(aten.add.Tensor, grad, buf, alpha=_named(w, group, "momentum"))
         else:

@@ -30,7 +30,8 @@ def eager_peak(program: Program) -> EagerPeak:
         for buffer in freed.get(position, ()):
             total -= alive.pop(buffer, 0)
         new = [
-            b for b in dict.fromkeys(r.buffer for r in op.outputs)
+            b
+            for b in dict.fromkeys(r.buffer for r in op.outputs)
             if b not in alive and not program.buffers[b].role.borrowed and b not in op.mutates
         ]
         inside = total + _inside(op, program, new)
@@ -74,6 +75,6 @@ def _deaths(program: Program) -> Mapping[BufferId, int]:
             made[op.target] = buffer
         if fresh:
             for region in op.inputs:
-                if region.buffer in made.values() and region.buffer not in program.grads.values():
+                if region.buffer in made.values():
                     death.setdefault(region.buffer, position + 1)
     return death

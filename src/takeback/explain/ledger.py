@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from takeback.capture.program import BufferId, Op, Phase, Region, Role
-
 from takeback.passes.draft import Overwrites
 from takeback.run.calls import Kind
 from takeback.run.layout import PASS, Layout
@@ -82,16 +81,37 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 fate, reason = Fate.COPIED, _copy_reason(op, refused.get(buffer))
             else:
                 fate, reason = Fate.PLACED, "its bytes are its own from first write to last use"
-            yield Entry(f"%{buffer}", size, fate, op.name, _line(op), reason, layout.offsets[buffer], life.start, life.end)
+            yield Entry(
+                f"%{buffer}",
+                size,
+                fate,
+                op.name,
+                _line(op),
+                reason,
+                layout.offsets[buffer],
+                life.start,
+                life.end,
+            )
         for e in layout.entries[position]:
             if e.result is None and e.offset_bytes != PASS:
                 yield Entry(
-                    "scratch", e.size_bytes, Fate.SCRATCH, op.name, _line(op), "taken inside the op",
-                    e.offset_bytes, position, position + 1,
+                    "scratch",
+                    e.size_bytes,
+                    Fate.SCRATCH,
+                    op.name,
+                    _line(op),
+                    "taken inside the op",
+                    e.offset_bytes,
+                    position,
+                    position + 1,
                 )
             elif e.offset_bytes == PASS:
                 yield Entry(
-                    "scratch", e.size_bytes, Fate.PASSED, op.name, _line(op),
+                    "scratch",
+                    e.size_bytes,
+                    Fate.PASSED,
+                    op.name,
+                    _line(op),
                     "outlives its op inside torch, so the ordinary allocator serves it",
                 )
 
@@ -118,9 +138,8 @@ def _returned(layout: Layout) -> Iterator[Entry]:
     )
     for b in written:
         buffer = program.buffers[b]
-        what = "the caller's batch, which the step writes," if buffer.role is Role.BATCH else "written before the update"
+        what = (
+            "the caller's batch, which the step writes," if buffer.role is Role.BATCH else "written before the update"
+        )
         reason = f"{what} saved so that an interrupted step can be taken back"
         yield Entry(buffer.name, buffer.size_bytes, Fate.COPIED, "copy_", "", reason)
-
-
-

@@ -109,7 +109,12 @@ def build_report(
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + layout.arena_bytes + undo_bytes + returned + kept_grad_bytes + (measured.missed_bytes if measured else 0),
+        peak_bytes=total
+        + layout.arena_bytes
+        + undo_bytes
+        + returned
+        + kept_grad_bytes
+        + (measured.missed_bytes if measured else 0),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.lower_bound_bytes,

@@ -147,8 +147,7 @@ def _check_own_reads(effect: Effect) -> None:
         for read in effect.reads:
             if write.span.overlaps(read.span) and (write.value, read.value) not in effect.may_overwrite:
                 raise BorrowError(
-                    f"{effect} writes {write} onto its operand {read}, "
-                    f"and is not declared safe to do so. {WHAT_TO_DO}"
+                    f"{effect} writes {write} onto its operand {read}, and is not declared safe to do so. {WHAT_TO_DO}"
                 )
 
 
@@ -170,6 +169,5 @@ def _check_scratch(effect: Effect) -> None:
             for access in accesses:
                 if span.overlaps(access.span):
                     raise BorrowError(
-                        f"{effect} has scratch at bytes {span} "
-                        f"on top of what it {verb}: {access}. {WHAT_TO_DO}"
+                        f"{effect} has scratch at bytes {span} on top of what it {verb}: {access}. {WHAT_TO_DO}"
                     )

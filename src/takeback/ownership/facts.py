@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from takeback.capture.program import Buffer, BufferId, Op, Region, Special
+from takeback.capture.program import Buffer, BufferId, Op, OpOverload, Region, Special
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ EMPTY = frozenset(
 )
 
 #: Results that are one number all over: (where the number is among the arguments, or the number itself).
-FILL: Mapping[torch._ops.OpOverload, tuple[int | None, float]] = {
+FILL: Mapping[OpOverload, tuple[int | None, float]] = {
     aten.zeros.default: (None, 0),
     aten.zeros_like.default: (None, 0),
     aten.new_zeros.default: (None, 0),
@@ -47,7 +47,7 @@ _UNTRUE_OUT = frozenset(("native_batch_norm", "_native_batch_norm_legit", "batch
 
 #: Ops beyond the pointwise ones whose first result may be written onto these operands (by position).
 #: They finish reading a row before they write it, and read nothing of a row afterwards.
-_ROWWISE: Mapping[torch._ops.OpOverload, tuple[int, ...]] = {
+_ROWWISE: Mapping[OpOverload, tuple[int, ...]] = {
     aten._softmax.default: (0,),
     aten._log_softmax.default: (0,),
     aten._softmax_backward_data.default: (0, 1),
@@ -57,7 +57,7 @@ _ROWWISE: Mapping[torch._ops.OpOverload, tuple[int, ...]] = {
 }
 
 #: Functional ops without a true `out=` whose in-place form gives the same bits when the first operand dies.
-_INPLACE: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = {
+_INPLACE: Mapping[OpOverload, OpOverload] = {
     aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
     aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
 }
@@ -76,7 +76,7 @@ class Refused(enum.StrEnum):
 
 
 @functools.cache
-def out_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def out_overload(target: OpOverload) -> OpOverload | None:
     """The overload of the same op that writes into given results without allocating them, if there is one."""
     schema = target._schema
     if schema.name.split("::")[1] in _UNTRUE_OUT or schema.is_mutable:
@@ -94,7 +94,7 @@ def out_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 @functools.cache
-def inplace_overload(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def inplace_overload(target: OpOverload) -> OpOverload | None:
     return _INPLACE.get(target)
 
 
@@ -130,9 +130,7 @@ def _contiguous(region: Region) -> bool:
     return True
 
 
-def geometry_refusal(
-    op: Op, result: Region, operand: Region, buffers: Mapping[BufferId, Buffer]
-) -> Refused | None:
+def geometry_refusal(op: Op, result: Region, operand: Region, buffers: Mapping[BufferId, Buffer]) -> Refused | None:
     """Why shapes, strides or other operands forbid the overwriting; None if they allow it."""
     if not result.same_place(operand) or not result.packed:
         return Refused.GEOMETRY

@@ -31,7 +31,10 @@ def chunk_loss(draft: Draft) -> Draft:
     alive = lifetimes(program, draft.kept)
     kept = draft.kept | {r.buffer for r in program.returned}
     made_by = {
-        r.buffer: (i, op) for i, op in enumerate(program.ops) for r in op.outputs if op.target is aten.nll_loss_backward.default
+        r.buffer: (i, op)
+        for i, op in enumerate(program.ops)
+        for r in op.outputs
+        if op.target is aten.nll_loss_backward.default
     }
     buffers = dict(program.buffers)
     table: dict[BufferId, BufferId] = {}
@@ -110,7 +113,15 @@ def _chunks(nll: Op, softmax: Op, chunk: BufferId, rows: int) -> list[Op]:
         above = _rows(upstream, start, rows) if upstream.shape else upstream
         args = (above, part, _rows(target, start, rows), weight, reduction, ignored, total)
         ops.append(
-            replace(nll, target=nll_out, args=args, kwargs={"grad_input": grad}, results=(grad,), mutates=(chunk,), scratch=())
+            replace(
+                nll,
+                target=nll_out,
+                args=args,
+                kwargs={"grad_input": grad},
+                results=(grad,),
+                mutates=(chunk,),
+                scratch=(),
+            )
         )
         ops.append(
             replace(

@@ -32,9 +32,7 @@ def rename(program: Program, table: Mapping[BufferId, BufferId]) -> Program:
         kwargs = {k: map_regions(v, change) for k, v in op.kwargs.items()}
         mutates = tuple(dict.fromkeys(final(b) for b in op.mutates))
         # What was a result of its own may be no result of this op any more, so its scratch names change too.
-        scratch = tuple(
-            replace(s, result=final(s.result)) if s.result is not None else s for s in op.scratch
-        )
+        scratch = tuple(replace(s, result=final(s.result)) if s.result is not None else s for s in op.scratch)
         return replace(op, args=args, kwargs=kwargs, results=results, mutates=mutates, scratch=scratch)
 
     return replace(

@@ -101,9 +101,7 @@ def _search(table: _Table) -> tuple[_Attempt, str]:
 
 
 def _table(items: list[Item], problem: Problem) -> _Table:
-    sizes = np.array(
-        [aligned_bytes(item.size_bytes, problem.alignment_bytes) for item in items], dtype=np.int64
-    )
+    sizes = np.array([aligned_bytes(item.size_bytes, problem.alignment_bytes) for item in items], dtype=np.int64)
     starts = np.array([item.start for item in items], dtype=np.int64)
     ends = np.array([item.end for item in items], dtype=np.int64)
     # Live bytes only grow where an item starts, so the starts are all the moments that matter.
@@ -113,9 +111,7 @@ def _table(items: list[Item], problem: Problem) -> _Table:
     np.add.at(changes, first, sizes)
     np.subtract.at(changes, beyond, sizes)
     live = changes.cumsum()
-    busiest = np.array(
-        [a + int(live[a:b].argmax()) for a, b in zip(first.tolist(), beyond.tolist(), strict=True)]
-    )
+    busiest = np.array([a + int(live[a:b].argmax()) for a, b in zip(first.tolist(), beyond.tolist(), strict=True)])
     return _Table(
         sizes=sizes,
         starts=starts,

@@ -18,9 +18,7 @@ def validate(problem: Problem, solution: Solution) -> None:
     items = {item.id: item for item in problem.items}
     for unknown in solution.offsets:
         if unknown not in items:
-            raise PlanError(
-                f"The solution has an offset for item {unknown}, which the problem lacks. {WHAT_TO_DO}"
-            )
+            raise PlanError(f"The solution has an offset for item {unknown}, which the problem lacks. {WHAT_TO_DO}")
     if solution.arena_bytes < 0:
         raise PlanError(f"The arena has a negative size: {solution.arena_bytes} bytes. {WHAT_TO_DO}")
     for item in problem.items:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from takeback.errors import PlanError
+from takeback.options import cache_dir as default_cache_dir
 
 _SOURCE = Path(__file__).parent / "native" / "allocator.cpp"
 _TORCH = Path(torch.__file__).parent
@@ -89,9 +90,7 @@ class Arena:
         assert size_bytes >= 0
         handle = library.tb_arena_new(size_bytes)
         if not handle:
-            raise MemoryError(
-                f"cannot map an arena of {size_bytes} bytes; use a smaller batch or memory='min'"
-            )
+            raise MemoryError(f"cannot map an arena of {size_bytes} bytes; use a smaller batch or memory='min'")
         self._handle: int = handle
         self.size_bytes = size_bytes
         self.address: int = library.tb_arena_base(handle)
@@ -124,9 +123,7 @@ class Session:
         if code == 1:
             raise RuntimeError("this thread is already inside a recording or a replay; leave that one first")
         if code == 2:
-            raise RuntimeError(
-                "this script is being replayed on another thread; a script belongs to one thread"
-            )
+            raise RuntimeError("this script is being replayed on another thread; a script belongs to one thread")
 
     def leave(self) -> None:
         """Turn the mode off; does nothing where this thread is not inside."""
@@ -207,9 +204,7 @@ class Native:
 
     def record(self, cell: Cell) -> Recording:
         """A context that logs every request and free of this thread."""
-        return Recording(
-            self._library, self._library.tb_session_new(cell.address, None, None, 0, None, None, 0), cell
-        )
+        return Recording(self._library, self._library.tb_session_new(cell.address, None, None, 0, None, None, 0), cell)
 
     def script(
         self, first: Sequence[int], sizes: Sequence[int], offsets: Sequence[int], arena: Arena, cell: Cell
@@ -261,12 +256,6 @@ def _check(
             f"op {op}'s request of {sizes[entry]} bytes is placed at offset {offsets[entry]}, "
             f"outside the arena of {arena_bytes} bytes"
         )
-
-
-def default_cache_dir() -> Path:
-    """$XDG_CACHE_HOME/takeback, or ~/.cache/takeback."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "takeback"
 
 
 def load(cache_dir: Path | None = None, compiler: str = "g++") -> Native | None:
@@ -359,9 +348,7 @@ def _open(path: Path) -> Native:
         return _native[0]
     library = ctypes.PyDLL(str(path))  # keeps the GIL: no call here blocks
     pointer, int64 = ctypes.c_void_p, ctypes.c_int64
-    signatures: dict[
-        str, tuple[type[ctypes._SimpleCData[int]] | type[ctypes.c_void_p] | None, list[object]]
-    ] = {
+    signatures: dict[str, tuple[type[ctypes._SimpleCData[int]] | type[ctypes.c_void_p] | None, list[object]]] = {
         "tb_install": (ctypes.c_int, []),
         "tb_arena_new": (pointer, [int64]),
         "tb_arena_base": (pointer, [pointer]),

@@ -18,7 +18,7 @@ class SharedArena:
 
     @property
     def size_bytes(self) -> int:
-        return self.tensor.numel()
+        return int(self.tensor.numel())
 
     def reserve_(self, size_bytes: int) -> None:
         """Makes sure that there are this many bytes. What was in them is lost if they had to grow."""

@@ -182,7 +182,9 @@ class _Emitter:
             if isinstance(result, Region) and result.buffer not in op.mutates:
                 got = "r" if single else f"r[{i}]"
                 # A kernel may hand out a look into its own, larger allocation, so compare the first element.
-                lines.append(f"if {got}.data_ptr() != {self.names.address(result)}: land({got}, {self.argument(result)})")
+                lines.append(
+                    f"if {got}.data_ptr() != {self.names.address(result)}: land({got}, {self.argument(result)})"
+                )
         return lines
 
     def _call(self, target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> str:
@@ -223,7 +225,9 @@ class _Emitter:
         return self._batch[region]
 
 
-def look(leaf: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
+def look(
+    leaf: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
     """A view of a batch tensor, by geometry."""
     if leaf.dtype is dtype:
         if offset == 0 and leaf.shape == shape and leaf.stride() == stride:

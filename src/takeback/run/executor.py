@@ -37,9 +37,7 @@ class Counters:
 class Executor:
     """A layout, ready to run on one thread at a time."""
 
-    def __init__(
-        self, layout: Layout, arena: SharedArena, native: Native | None, *, poison: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, arena: SharedArena, native: Native | None, *, poison: bool = False) -> None:
         self.layout = layout
         self.program: Program = layout.draft.program
         self.code: Code = generate(layout, poison=poison)
@@ -69,7 +67,13 @@ class Executor:
         if self.program.buffers[region.buffer].role is Role.BATCH:
             leaf = leaves[self.program.leaves[region.buffer]]
             return look(leaf, region.dtype, region.shape, region.stride, region.offset)
-        return place(region, self.layout, self._arena.tensor, self._arena.tensor.storage_offset(), self.program.externals)
+        return place(
+            region,
+            self.layout,
+            self._arena.tensor,
+            self._arena.tensor.storage_offset(),
+            self.program.externals,
+        )
 
     def _bind_(self) -> None:
         self._arena.reserve_(self.layout.arena_bytes)
@@ -84,9 +88,7 @@ class Executor:
             "changed": HeldValueChanged,
             "whole": self._arena.tensor[: self.layout.arena_bytes],
         }
-        self._compute, self._update, _ = self.code.bind(
-            self._arena.tensor, self.layout, self.program.externals, extra
-        )
+        self._compute, self._update, _ = self.code.bind(self._arena.tensor, self.layout, self.program.externals, extra)
         if self._native is not None and self._arena.mapped is not None:
             first, sizes, offsets = [0], [], []
             for entries in self.layout.entries:
@@ -164,7 +166,9 @@ class Executor:
             expected = [(e.size_bytes, e.offset_bytes >= 0) for e in self.layout.entries[position] if e.size_bytes]
             if [(s.size_bytes, s.result is not None or s.end is not None) for s in seen] != expected:
                 changed = True
-                kept = tuple(s for s in op.scratch if s.result is not None and not any(o.result == s.result for o in seen))
+                kept = tuple(
+                    s for s in op.scratch if s.result is not None and not any(o.result == s.result for o in seen)
+                )
                 op = replace(op, scratch=seen + (kept if _asks(self.layout, position) else ()))
             ops.append(op)
         if not changed:

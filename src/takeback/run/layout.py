@@ -104,7 +104,15 @@ def lay_out(draft: Draft) -> Layout:
                 mine.append(Entry(scratch.size_bytes, PASS if ident is None else solution.offsets[ident], None))
         entries.append(tuple(mine))
     layout = Layout(
-        draft, kinds, alive, slots, offsets, tuple(entries), solution.arena_bytes, lower_bound_bytes(problem), solution.order
+        draft,
+        kinds,
+        alive,
+        slots,
+        offsets,
+        tuple(entries),
+        solution.arena_bytes,
+        lower_bound_bytes(problem),
+        solution.order,
     )
     borrow.check(effects(layout))
     return layout
@@ -133,7 +141,9 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
     def access(buffer: BufferId) -> borrow.Access:
         start = layout.offsets[buffer]
         size = program.buffers[buffer].size_bytes
-        return borrow.Access(version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}")
+        return borrow.Access(
+            version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}"
+        )
 
     for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
         if kind is Kind.NOTHING:

@@ -19,7 +19,9 @@ class Log:
     @property
     def events(self) -> list[AllocatorEvent]:
         return [
-            AllocatorEvent(bool(e["kind"] == ALLOC), int(e["op"]), int(e["size_bytes"]), int(e["id"]), int(e["address"]))
+            AllocatorEvent(
+                bool(e["kind"] == ALLOC), int(e["op"]), int(e["size_bytes"]), int(e["id"]), int(e["address"])
+            )
             for e in self._recording.events
         ]
 

@@ -25,8 +25,14 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """torch.equal, with NaN equal to NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan())
-                and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))))
+    return bool(
+        torch.equal(a, b)
+        or (
+            a.is_floating_point()
+            and torch.equal(a.isnan(), b.isnan())
+            and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+        )
+    )
 
 
 def verified(
@@ -53,9 +59,7 @@ def verified(
     grads = {p: p.grad for p in model.parameters()}
     torch.set_rng_state(random)
     with torch.enable_grad():
-        expected = eager_step(
-            model, loss_fn, optimizer, args, kwargs, accumulate=accumulate, clip_norm=clip_norm
-        )
+        expected = eager_step(model, loss_fn, optimizer, args, kwargs, accumulate=accumulate, clip_norm=clip_norm)
     for p, grad in grads.items():
         p.grad = grad
     if not same_bits(loss, expected):

@@ -105,9 +105,7 @@ _RECIPES: Mapping[str, Mapping[str, _Recipe]] = {
         "resnet18": _Recipe(
             lambda: ResNet(resnet.RESNET18), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"
         ),
-        "full": _Recipe(
-            lambda: ResNet(resnet.RESNET50), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"
-        ),
+        "full": _Recipe(lambda: ResNet(resnet.RESNET50), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"),
     },
     "gpt": {
         "small": _Recipe(
@@ -120,9 +118,7 @@ _RECIPES: Mapping[str, Mapping[str, _Recipe]] = {
         "bench": _Recipe(
             lambda: GPT(gpt.BENCH), gpt.loss_fn, _noise_tokens(gpt.BENCH), batch=8, optimizer="adamw_fused"
         ),
-        "full": _Recipe(
-            lambda: GPT(gpt.GPT2), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"
-        ),
+        "full": _Recipe(lambda: GPT(gpt.GPT2), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"),
     },
 }
 

@@ -35,7 +35,7 @@ BENCH = GPTConfig(vocabulary=8192, width=384, layers=4, heads=6, context=256)
 GPT2 = GPTConfig(vocabulary=50257, width=768, layers=12, heads=12, context=1024)
 
 
-class Attention(nn.Module):  # type: ignore[misc]
+class Attention(nn.Module):
     """Causal multi-head self-attention, with queries, keys and values from one linear layer."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -54,7 +54,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class Block(nn.Module):  # type: ignore[misc]
+class Block(nn.Module):
     """Pre-LayerNorm attention and MLP, each added to the residual stream after dropout."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -74,7 +74,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
 
 
-class GPT(nn.Module):  # type: ignore[misc]
+class GPT(nn.Module):
     """Token and learned position embeddings, the blocks, a last LayerNorm, and the output projection."""
 
     def __init__(self, config: GPTConfig) -> None:

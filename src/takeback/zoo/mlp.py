@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class MLP(nn.Module):  # type: ignore[misc]
+class MLP(nn.Module):
     """Linear layers of the given widths, with activation and dropout between them and none after the last."""
 
     def __init__(

@@ -40,21 +40,17 @@ def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> 
     return nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
 
 
-class _Residual(nn.Module):  # type: ignore[misc]
+class _Residual(nn.Module):
     """relu(branch(x) + shortcut(x)); the shortcut is a 1x1 convolution where the shape changes."""
 
     expansion: int
 
-    def __init__(
-        self, branch: nn.Sequential, channels_in: int, channels_out: int, stride: int, inplace: bool
-    ) -> None:
+    def __init__(self, branch: nn.Sequential, channels_in: int, channels_out: int, stride: int, inplace: bool) -> None:
         super().__init__()
         self.branch = branch
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or channels_in != channels_out:
-            self.shortcut = nn.Sequential(
-                _conv(channels_in, channels_out, 1, stride), nn.BatchNorm2d(channels_out)
-            )
+            self.shortcut = nn.Sequential(_conv(channels_in, channels_out, 1, stride), nn.BatchNorm2d(channels_out))
         self.relu = nn.ReLU(inplace)
         self.inplace = inplace
 
@@ -103,7 +99,7 @@ class Bottleneck(_Residual):
         super().__init__(branch, channels_in, channels_out, stride, inplace)
 
 
-class ResNet(nn.Module):  # type: ignore[misc]
+class ResNet(nn.Module):
     """Stem, max pool, the stages of residual blocks, global average pool, linear classifier."""
 
     def __init__(self, config: ResNetConfig) -> None:
