@@ -17,7 +17,7 @@ from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import Code, HeldValueChanged, generate, look, place, same_value
 from takeback.run.commit import uninterrupted
-from takeback.run.layout import Layout
+from takeback.run.layout import Layout, asks_for_results, lay_out
 
 
 @dataclass
@@ -155,55 +155,64 @@ class Executor:
             torch._C._set_grad_enabled(mode)
 
     def rehearsed(self) -> Layout | None:
-        """After a run with `log=True`: the draft's ops with the requests they really made, if those differ."""
+        """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
         if self._script is None:
             return None
-        observed = _observe(self._script.events, self.layout)
-        ops = []
-        changed = False
-        for position, op in enumerate(self.program.ops):
-            seen = observed.get(position, ())
-            expected = [(e.size_bytes, e.offset_bytes >= 0) for e in self.layout.entries[position] if e.size_bytes]
-            if [(s.size_bytes, s.result is not None or s.end is not None) for s in seen] != expected:
-                changed = True
-                kept = tuple(
-                    s for s in op.scratch if s.result is not None and not any(o.result == s.result for o in seen)
-                )
-                op = replace(op, scratch=seen + (kept if _asks(self.layout, position) else ()))
-            ops.append(op)
+        observed = observe(self._script.events, self.layout)
+        changed = {
+            position: seen
+            for position, seen in observed.items()
+            if [_outline(s) for s in seen] != [_outline(s) for s in expected(self.layout, position)]
+        }
         if not changed:
             return None
-        from takeback.run.layout import lay_out
-
-        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=tuple(ops))))
-
-
-def _asks(layout: Layout, position: int) -> bool:
-    from takeback.run.layout import asks_for_results
-
-    return asks_for_results(layout.kinds[position])
+        ops = tuple(
+            replace(op, scratch=changed[position]) if position in changed else op
+            for position, op in enumerate(self.program.ops)
+        )
+        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
 
 
-def _observe(events: Any, layout: Layout) -> dict[int, tuple[Scratch, ...]]:
-    """What each op asked of the allocator in a logged replay."""
-    results: list[BufferId | None] = []
-    for entries in layout.entries:
-        results.extend(e.result for e in entries if e.size_bytes)
-    seen: dict[int, dict[int, Scratch]] = {}
-    clock: dict[int, int] = {}
+def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:
+    return (scratch.size_bytes, scratch.result, scratch.end is None)
+
+
+def expected(layout: Layout, position: int) -> tuple[Scratch, ...]:
+    """What the script has for an op: its scratch, less the results that it does not ask for."""
+    asks = asks_for_results(layout.kinds[position])
+    scratch = layout.draft.program.ops[position].scratch
+    return tuple(s for s in scratch if s.size_bytes and (asks or s.result is None))
+
+
+def observe(events: Any, layout: Layout) -> dict[int, tuple[Scratch, ...]]:
+    """What every op asked of the allocator in a logged replay, results told from scratch."""
+    program = layout.draft.program
+    per_op: dict[int, dict[int, Scratch]] = {position: {} for position in range(len(program.ops))}
+    clock = [0] * len(program.ops)
+    served = [e.result for entries in layout.entries for e in entries if e.size_bytes]
     for event in events:
-        op = int(event["op"])
+        op, block, entry = int(event["op"]), int(event["id"]), int(event["entry"])
         if op < 0:
             continue
-        time = clock[op] = clock.get(op, -1) + 1
-        mine = seen.setdefault(op, {})
-        ident, entry = int(event["id"]), int(event["entry"])
+        mine = per_op[op]
         if event["kind"] == ALLOC:
-            result = results[entry] if entry >= 0 else None
-            mine[ident] = Scratch(int(event["size_bytes"]), time, None, result)
-        elif ident in mine and mine[ident].result is None:
-            mine[ident] = replace(mine[ident], end=time)
-    return {op: tuple(mine.values()) for op, mine in seen.items()}
+            mine[block] = Scratch(int(event["size_bytes"]), clock[op], None, served[entry] if entry >= 0 else None)
+        elif block in mine:
+            mine[block] = replace(mine[block], end=clock[op], result=None)  # released inside: no result after all
+        clock[op] += 1
+    return {op: tuple(_claim(op, list(mine.values()), layout)) for op, mine in per_op.items()}
+
+
+def _claim(position: int, seen: list[Scratch], layout: Layout) -> list[Scratch]:
+    """A result that was not served as planned is a block of its size that outlived the op."""
+    found = {s.result for s in seen}
+    for s in expected(layout, position):
+        if s.result is not None and s.result not in found:
+            for k, other in enumerate(seen):
+                if other.result is None and other.end is None and other.size_bytes == s.size_bytes:
+                    seen[k] = replace(other, result=s.result)
+                    break
+    return seen
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
