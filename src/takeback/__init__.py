@@ -1,5 +1,29 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner."""
 
+from takeback.errors import (
+    BorrowError,
+    CaptureError,
+    OptionError,
+    PlanError,
+    TakebackError,
+    VerifyError,
+)
+from takeback.explain.report import Report
+from takeback.predict import largest_batch, predict
 from takeback.step import CompiledStep, compile_step
 
-__all__ = ["CompiledStep", "compile_step"]
+__version__ = "0.1.0"
+
+__all__ = [
+    "BorrowError",
+    "CaptureError",
+    "CompiledStep",
+    "OptionError",
+    "PlanError",
+    "Report",
+    "TakebackError",
+    "VerifyError",
+    "compile_step",
+    "largest_batch",
+    "predict",
+]

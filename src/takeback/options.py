@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +69,26 @@ def cache_dir() -> Path:
 def compiler() -> str:
     """The C++ compiler for the allocator: $CXX, else g++."""
     return os.environ.get("CXX") or "g++"
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of a size such as "24GiB", "512 MB" or 1048576."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+        raise OptionError(f"a size such as '24GiB', '512MiB' or a number of bytes is needed, got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

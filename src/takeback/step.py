@@ -31,7 +31,7 @@ from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import uninterrupted
-from takeback.run.executor import Executor
+from takeback.run.executor import Executor, undo_bytes
 from takeback.run.layout import lay_out
 from takeback.run.recording import recorder
 from takeback.run.verify import verified
@@ -165,7 +165,7 @@ class CompiledStep:
             plan.executor.layout,
             plan.original,
             refusals=plan.refusals,
-            undo_bytes=plan.executor.undo_bytes,
+            undo_bytes=undo_bytes(program),
             kept_grad_bytes=kept,
             measured=measured,
             placed=self._native is not None,

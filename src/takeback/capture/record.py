@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         self._sites = Sites()
         self._log = log
         self._real = real
-        self._random = RandomTrail()
+        self._random = RandomTrail() if real else None  # fake ops draw no numbers
         for tensor, (role, name) in known.items():
             self._adopt(tensor, role, name)
         for i, leaf in enumerate(batch):
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):
         mutated = self._mutated(func, facts, args, kwargs)
         self._remember(mutated)
         generator = kwargs.get("generator")
-        if facts.random:
+        if facts.random and self._random is not None:
             self._random.before(generator, position, site)
 
         if self._log is not None:
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
             if self._log is not None:
                 self._log.cell[0] = -1
 
-        if facts.random:
+        if facts.random and self._random is not None:
             self._random.after(generator, position + 1)
         known = len(self.buffers)
         outs = out if isinstance(out, tuple | list) else (out,)
@@ -328,7 +328,8 @@ class Recorder(TorchDispatchMode):
     # -- the end -----------------------------------------------------------------------------------------------
 
     def mark_end_of_backward(self) -> None:
-        self._random.finish(len(self.ops))
+        if self._random is not None:
+            self._random.finish(len(self.ops))
 
     def escaped(self, allowed: Sequence[torch.Tensor]) -> Op | None:
         """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
@@ -365,7 +366,7 @@ class Recorder(TorchDispatchMode):
         """Everything recorded, with the scratch that the allocator saw inside each op."""
         self._bury(len(self.ops))
         addressed = attach_scratch(self.ops, self._address, events)
-        woven = self._random.weave(addressed)
+        woven = self._random.weave(addressed) if self._random is not None else addressed
         shift = _positions(addressed, woven)
         return Program(
             tuple(woven),

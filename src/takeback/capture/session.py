@@ -89,12 +89,13 @@ def capture(
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
     first = Guard(model=subject.model, loss_fn=subject.loss_fn)
-    generator_state = torch.default_generator.get_state()
+    generator_state = torch.default_generator.get_state() if real else None
     try:
         try:
             return _attempt(subject, args, kwargs, recording, real)
         except _Unsettled:
-            torch.default_generator.set_state(generator_state)
+            if generator_state is not None:
+                torch.default_generator.set_state(generator_state)
             return _attempt(subject, args, kwargs, recording, real)
     except _Unsettled as unsettled:
         first.restore_scalars_()

@@ -203,11 +203,12 @@ def _headline(report: Report) -> list[str]:
 
 def _allocations(report: Report) -> str:
     measured = report.measured
+    if not report.placed:
+        return "and those inside ops, not counted"
     if measured is None:
-        return "predicted: nothing has been replayed yet"
+        return "predicted: nothing was replayed yet"
     outside = measured.misses + measured.passed + measured.worker_new
-    text = f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
-    return f"{text}; {measured.served:,} served by the arena" if measured.served else text
+    return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
 
 
 def _fates(report: Report) -> list[str]:
@@ -256,9 +257,9 @@ def _title(text: str) -> str:
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
-    ) or [first.rstrip()]
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
+        first.rstrip()
+    ]
 
 
 def _columns(rows: Sequence[Sequence[str]], most: Sequence[int]) -> list[str]:

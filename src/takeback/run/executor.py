@@ -51,16 +51,10 @@ class Executor:
         self._update: Callable[[Sequence[float]], None] | None = None
         self._tensors: dict[Region, torch.Tensor] = {}
         arena.reserve_(layout.arena_bytes)
-        written = {b for op in self.program.ops if op.phase is not Phase.UPDATE for b in op.mutates}
-        borrowed = [b for b in written if self.program.buffers[b].role.borrowed]
+        borrowed = written_before_update(self.program)
         self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
         self._live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
         self._saved = [torch.empty_like(t) for t in self._live]
-
-    @property
-    def undo_bytes(self) -> int:
-        """What the saved copies of the user's statistics take, outside of the arena."""
-        return sum(t.numel() * t.element_size() for t in self._saved)
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
@@ -173,6 +167,17 @@ class Executor:
         return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
 
 
+def written_before_update(program: Program) -> list[BufferId]:
+    """What the forward and backward write of the user's, in order: running statistics, counters."""
+    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
+    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
+
+
+def undo_bytes(program: Program) -> int:
+    """What the saved copies of these take, outside of the arena."""
+    return sum(program.buffers[b].size_bytes for b in written_before_update(program))
+
+
 def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:
     return (scratch.size_bytes, scratch.result, scratch.end is None)
 
@@ -216,4 +221,7 @@ def _claim(position: int, seen: list[Scratch], layout: Layout) -> list[Scratch]:
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach()
+    """Everything in a tensor's storage: a step may write any part of it, through any view."""
+    storage = tensor.untyped_storage()
+    count = storage.nbytes() // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,))

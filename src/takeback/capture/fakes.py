@@ -1,0 +1,78 @@
+"""A world of fake tensors for prediction: copies of the user's objects with the same shapes and no bytes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from takeback.errors import CaptureError
+
+
+class FakeWorld:
+    """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> FakeWorld:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._mode.__exit__(kind, error, trace)
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            raise CaptureError(
+                f"the step reads a tensor's value into Python ({error.func}), which a prediction cannot know. Compile and "
+                f"run it instead: compile_step holds such values with guards."
+            ) from error
+        if isinstance(error, UnsupportedOperatorException):
+            raise CaptureError(
+                f"{error.func} has no fake kernel, so its result's shape is not known without running it. Register one "
+                f"with torch.library.register_fake, or compile and run the step."
+            ) from error
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._mode.from_tensor(tensor.detach())
+        return made.requires_grad_(tensor.requires_grad)
+
+    def copy(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any]
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+        """The three copied together, so that they still share what they shared; their tensors are fakes."""
+        memo: dict[int, Any] = {}
+        for p in model.parameters():
+            data = self._mode.from_tensor(p.detach())
+            memo[id(p)] = torch.nn.Parameter(data, requires_grad=p.requires_grad)
+        for t in model.buffers():
+            memo.setdefault(id(t), self.fake(t))
+        for table in optimizer.state.values():
+            for value in table.values():
+                if isinstance(value, torch.Tensor):
+                    memo.setdefault(id(value), self.fake(value))
+        copied = copy.deepcopy([model, optimizer, loss_fn], memo)
+        return copied[0], copied[1], copied[2]
+
+    def fill_states(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The state that the optimizer's first own step would make, for SGD, Adam and AdamW."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state[p]
+                if type(optimizer) is torch.optim.SGD:
+                    if group["momentum"] != 0 and state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.empty_like(p.detach())
+                elif not state:
+                    state["step"] = torch.empty((), dtype=torch.float32)
+                    state["exp_avg"] = torch.empty_like(p.detach())
+                    state["exp_avg_sq"] = torch.empty_like(p.detach())

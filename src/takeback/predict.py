@@ -1,0 +1,142 @@
+"""What a step would need, before it runs: `predict` traces it with fake tensors, `largest_batch` searches over that.
+
+Nothing of the user's is touched or run: model, optimizer and batch are replaced by fakes of the same shapes. Only the
+scratch inside kernels cannot be seen that way; each distinct op that may take some is tried once, on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from takeback.capture import subject as subjects
+from takeback.capture.batch import map_tensors, tensors_of
+from takeback.capture.fakes import FakeWorld
+from takeback.capture.session import capture
+from takeback.capture.update import disproof, own_step_reason, write_update
+from takeback.errors import OptionError
+from takeback.explain.report import Report, build_report
+from takeback.options import Options, cache_dir, compiler, parse_bytes
+from takeback.passes import Draft, Refusal, run_passes
+from takeback.run import allocator
+from takeback.run.executor import undo_bytes
+from takeback.run.layout import lay_out
+from takeback.run.probe import probe_scratch
+
+MakeCase = Callable[[int], Any]
+
+
+def predict(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *batch: Any,
+    mode: str = "exact",
+    device: str | None = None,
+    gpu: str | None = None,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    keep_grads: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The `Report` that `compile_step` would give for this batch. Keywords it does not know go to loss_fn.
+
+    A step that asks "am I being traced?" may show another program to fake tensors than it runs; the report of a
+    compiled step is the truth.
+    """
+    options = Options(mode=mode, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads)
+    if device not in (None, "cpu") or gpu is not None:
+        raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
+    subjects.check(model, loss_fn, optimizer)
+    native = allocator.load(cache_dir(), compiler())
+    with FakeWorld() as world:
+        fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)
+        fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
+        subject = subjects.build(
+            fake_model,
+            fake_loss_fn,
+            fake_optimizer,
+            tensors_of((fake_batch, fake_kwargs)),
+            accumulate=options.accumulate,
+            clip_norm=options.clip_norm,
+        )
+        got = capture(subject, fake_batch, fake_kwargs, real=False)
+        program, refusals = got.program, ()
+        reason = own_step_reason(fake_optimizer)
+        planned = False
+        if reason is None:
+            world.fill_states(fake_optimizer, subject.parameters)
+            program, _ = write_update(program, fake_optimizer, subject.parameters, subject.names)
+            planned = True
+    if reason is None:
+        reason = disproof(optimizer)
+    if reason is not None:
+        refusals = (Refusal("plan the update", type(optimizer).__name__, program.loss.buffer, 0, reason),)
+    if native is not None:
+        program = probe_scratch(program, native, progress)
+    keep = options.keep_grads or not planned
+    kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
+    layout = lay_out(run_passes(Draft(program, kept)))
+    grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
+    return build_report(
+        layout,
+        program,
+        refusals=refusals,
+        undo_bytes=undo_bytes(layout.draft.program),
+        kept_grad_bytes=grads,
+        placed=native is not None,
+    )
+
+
+def largest_batch(
+    make_case: MakeCase,
+    memory: str | int = "24GiB",
+    *,
+    most: int = 1 << 20,
+    progress: Callable[[int, int], None] | None = None,
+) -> int:
+    """The largest n for which the compiled step of `make_case(n)` peaks at no more than `memory`.
+
+    `make_case(n)` returns (model, loss_fn, optimizer, batch) for a batch of n. The peak is taken to grow with n; it is
+    predicted at a handful of sizes, chosen by a straight line through the last two. `progress(n, peak_bytes)` is called
+    for each. Raises `OptionError` if not even n = 1 fits.
+    """
+    budget = parse_bytes(memory)
+
+    def peak(n: int) -> int:
+        case = make_case(n)
+        model, loss_fn, optimizer, batch = (
+            case if isinstance(case, tuple) else (case.model, case.loss_fn, case.optimizer, case.batch)
+        )
+        arguments = batch if isinstance(batch, tuple | list) else (batch,)
+        found = predict(model, loss_fn, optimizer, *arguments).peak_bytes
+        if progress is not None:
+            progress(n, found)
+        return found
+
+    fits, fits_bytes = 1, peak(1)
+    if fits_bytes > budget:
+        raise OptionError(
+            f"a batch of 1 peaks at {fits_bytes:,} bytes, more than {budget:,}. The model needs a smaller size, or more "
+            f"memory."
+        )
+    guess = 2
+    too_large = most + 1
+    while too_large - fits > 1:
+        n = min(max(guess, fits + 1), too_large - 1)
+        found = peak(n)
+        slope = max((found - fits_bytes) / (n - fits), 1.0)
+        if found <= budget:
+            fits, fits_bytes = n, found
+        else:
+            too_large = n
+        line = fits + int((budget - fits_bytes) / slope)
+        # Where the line does not narrow the gap by itself, halve it.
+        guess = line if fits < line < too_large else (fits + too_large) // 2
+        if found <= budget and line <= fits:
+            guess = fits + 1
+    return fits
