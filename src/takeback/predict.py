@@ -65,7 +65,8 @@ def predict(
             clip_norm=options.clip_norm,
         )
         got = capture(subject, fake_batch, fake_kwargs, real=False)
-        program, refusals = got.program, ()
+        program = got.program
+        refusals: tuple[Refusal, ...] = ()
         reason = own_step_reason(fake_optimizer)
         planned = False
         if reason is None:
@@ -121,8 +122,8 @@ def largest_batch(
     fits, fits_bytes = 1, peak(1)
     if fits_bytes > budget:
         raise OptionError(
-            f"a batch of 1 peaks at {fits_bytes:,} bytes, more than {budget:,}. The model needs a smaller size, or more "
-            f"memory."
+            f"a batch of 1 peaks at {fits_bytes:,} bytes, more than {budget:,}. "
+            f"Make the model smaller, or give it more memory."
         )
     guess = 2
     too_large = most + 1

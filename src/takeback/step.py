@@ -270,7 +270,7 @@ class CompiledStep:
         if count >= self.options.max_plans:
             where = op.site.describe() if op.site else "an unknown line"
             raise CaptureError(
-                f"the step reads a tensor into Python at {where}, and the value was another one {count} times. takeback "
-                f"holds such a value with a guard and records anew when it changes, which never ends here. Keep it in a "
-                f"tensor (torch.where instead of if), or pass it as an argument."
+                f"the step reads a tensor into Python at {where}, and the value was another one {count} times. "
+                f"takeback holds such a value with a guard and records anew when it changes, which never ends here. "
+                f"Keep it in a tensor (torch.where instead of if), or pass it as an argument."
             )

@@ -34,8 +34,8 @@ class FakeWorld:
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(
-                f"the step reads a tensor's value into Python ({error.func}), which a prediction cannot know. Compile and "
-                f"run it instead: compile_step holds such values with guards."
+                f"the step reads a tensor's value into Python ({error.func}), which a prediction cannot know. "
+                f"Compile and run it instead: compile_step holds such values with guards."
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise CaptureError(

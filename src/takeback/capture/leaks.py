@@ -52,7 +52,7 @@ def watch_leaks() -> Iterator[None]:
         if self.numel() > _MOST_GUARDED_ELEMENTS:
             raise CaptureError(
                 f"Tensor.tolist() of {self.numel()} elements at {_user_line()} reads data into Python, and takeback "
-                f"guards at most {_MOST_GUARDED_ELEMENTS} values. Pass the list as a part of the batch, or stay in torch."
+                f"guards at most {_MOST_GUARDED_ELEMENTS} values. Pass the list as part of the batch, or stay in torch."
             )
         return self.item() if self.dim() == 0 else [tolist(row) for row in self.unbind(0)]
 

@@ -33,42 +33,46 @@ _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
 _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
 
 
+Group = Mapping[str, Any]
+Function = Callable[[Group, float], float]
+
+
 @dataclass(frozen=True)
 class Formula:
-    """A run-time scalar: `function(group, step)`, where step counts this update in (None if it is not needed)."""
+    """A run-time scalar: `function(group, step)`, where step counts this update in (0 if it does not matter)."""
 
     text: str
-    group: Mapping[str, Any]
+    group: int
     step: torch.Tensor | None
-    function: Callable[[Mapping[str, Any], float], float]
-
-    def value(self) -> float:
-        return self.function(self.group, 0.0 if self.step is None else self.step.item() + 1.0)
+    function: Function
 
 
 @dataclass(frozen=True)
 class Update:
-    """The formulas behind the update's scalars, and what must still be as it was for them to hold."""
+    """The formulas behind the update's scalars, and what must still be as it was for the update to hold."""
 
-    formulas: tuple[Formula, ...]
-    watched: tuple[tuple[Mapping[str, Any], str, object], ...]  #: state tensors, by identity
-    structure: tuple[object, ...]
     optimizer: torch.optim.Optimizer
+    formulas: tuple[Formula, ...]
+    watched: tuple[tuple[torch.nn.Parameter, str, torch.Tensor], ...]  #: state tensors, by identity
+    structure: tuple[object, ...]
 
     def scalars(self) -> list[float]:
+        """The values of all formulas now: hyper-parameters and step counts are read afresh."""
+        groups = self.optimizer.param_groups
         known: dict[tuple[int, str, float], float] = {}
         values: list[float] = []
         for f in self.formulas:
             step = 0.0 if f.step is None else f.step.item() + 1.0
-            key = (id(f.group), f.text, step)
+            key = (f.group, f.text, step)
             if key not in known:
-                known[key] = f.function(f.group, step)
+                known[key] = f.function(groups[f.group], step)
             values.append(known[key])
         return values
 
     def holds(self) -> bool:
+        state = self.optimizer.state
         return self.structure == structure(self.optimizer) and all(
-            table.get(name) is value for table, name, value in self.watched
+            state[p].get(name) is value if p in state else False for p, name, value in self.watched
         )
 
 
@@ -81,7 +85,7 @@ def structure(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
             group.get("momentum", 0) != 0,
             group.get("weight_decay", 0) != 0,
             type(group.get("lr")),
-            len(group["params"]),
+            tuple(id(p) for p in group["params"]),
         )
         for group in optimizer.param_groups
     )
@@ -114,7 +118,8 @@ class _Writer:
         self.buffers: dict[BufferId, Buffer] = dict(program.buffers)
         self.externals: dict[BufferId, torch.Tensor] = dict(program.externals)
         self.formulas: list[Formula] = []
-        self.watched: list[tuple[Mapping[str, Any], str, object]] = []
+        self.watched: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
+        self.group = 0  #: the parameter group being written
         self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
 
     def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:
@@ -133,14 +138,8 @@ class _Writer:
         self.buffers[ident] = Buffer(ident, end - begin, Role.INTERNAL)
         return replace(region, buffer=ident, offset=0)
 
-    def scalar(
-        self,
-        text: str,
-        group: Mapping[str, Any],
-        function: Callable[[Mapping[str, Any], float], float],
-        step: torch.Tensor | None = None,
-    ) -> HyperScalar:
-        self.formulas.append(Formula(text, group, step, function))
+    def scalar(self, text: str, function: Function, step: torch.Tensor | None = None) -> HyperScalar:
+        self.formulas.append(Formula(text, self.group, step, function))
         return HyperScalar(len(self.formulas) - 1, text)
 
     def write(self, target: Any, onto: Region | tuple[Region, ...], *args: Argument, **kwargs: Argument) -> None:
@@ -173,13 +172,13 @@ class _Slice:
     step: torch.Tensor | None
 
 
-def _path(group: Mapping[str, Any]) -> str:
+def _path(group: Group) -> str:
     if group.get("fused"):
         return "fused"
     return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
 
 
-def _write_group(w: _Writer, kind: str, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+def _write_group(w: _Writer, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     by_dtype: dict[torch.dtype, list[_Slice]] = {}
     for s in slices:
         by_dtype.setdefault(s.parameter.dtype, []).append(s)
@@ -201,52 +200,52 @@ def _write_group(w: _Writer, kind: str, group: Mapping[str, Any], slices: Sequen
 # -- SGD ---------------------------------------------------------------------------------------------------------
 
 
-def _sgd_single(w: _Writer, group: Mapping[str, Any], s: _Slice) -> None:
+def _sgd_single(w: _Writer, group: Group, s: _Slice) -> None:
     grad = s.grad
     if group["weight_decay"] != 0:
-        grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, group, "weight_decay"))
+        grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, "weight_decay"))
     if group["momentum"] != 0:
         buf = s.states["momentum_buffer"]
-        w.write(aten.mul_.Tensor, buf, _named(w, group, "momentum"))
+        w.write(aten.mul_.Tensor, buf, _named(w, "momentum"))
         w.write(
             aten.add_.Tensor,
             buf,
             grad,
-            alpha=w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"]),
+            alpha=w.scalar("1 - dampening", lambda g, _: 1 - g["dampening"]),
         )
         if group["nesterov"]:
-            grad = w.make(aten.add.Tensor, grad, buf, alpha=_named(w, group, "momentum"))
+            grad = w.make(aten.add.Tensor, grad, buf, alpha=_named(w, "momentum"))
         else:
             grad = buf
-    w.write(aten.add_.Tensor, s.parameter, grad, alpha=w.scalar("-lr", group, lambda g, _: -g["lr"]))
+    w.write(aten.add_.Tensor, s.parameter, grad, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_foreach(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     if group["weight_decay"] != 0:
-        grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, group, "weight_decay"))
+        grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, "weight_decay"))
     if group["momentum"] != 0:
         bufs = tuple(s.states["momentum_buffer"] for s in slices)
-        w.write(aten._foreach_mul_.Scalar, bufs, _named(w, group, "momentum"))
-        damped = w.scalar("1 - dampening", group, lambda g, _: 1 - g["dampening"])
+        w.write(aten._foreach_mul_.Scalar, bufs, _named(w, "momentum"))
+        damped = w.scalar("1 - dampening", lambda g, _: 1 - g["dampening"])
         w.write(aten._foreach_add_.List, bufs, grads, alpha=damped)
         if group["nesterov"]:
-            w.write(aten._foreach_add_.List, grads, bufs, alpha=_named(w, group, "momentum"))
+            w.write(aten._foreach_add_.List, grads, bufs, alpha=_named(w, "momentum"))
         else:
             grads = bufs
-    w.write(aten._foreach_add_.List, parameters, grads, alpha=w.scalar("-lr", group, lambda g, _: -g["lr"]))
+    w.write(aten._foreach_add_.List, parameters, grads, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_fused(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     bufs = tuple(s.states["momentum_buffer"] for s in slices) if group["momentum"] != 0 else ()
     grads = tuple(s.grad for s in slices)
     kwargs = {
-        "weight_decay": _named(w, group, "weight_decay"),
-        "momentum": _named(w, group, "momentum"),
-        "lr": _named(w, group, "lr"),
-        "dampening": _named(w, group, "dampening"),
+        "weight_decay": _named(w, "weight_decay"),
+        "momentum": _named(w, "momentum"),
+        "lr": _named(w, "lr"),
+        "dampening": _named(w, "dampening"),
         "nesterov": group["nesterov"],
         "maximize": False,
         "is_first_step": False,
@@ -259,46 +258,46 @@ def _sgd_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], _
 # -- Adam and AdamW ----------------------------------------------------------------------------------------------
 
 
-def _named(w: _Writer, group: Mapping[str, Any], name: str) -> HyperScalar:
-    return w.scalar(name, group, lambda g, _: g[name])
+def _named(w: _Writer, name: str) -> HyperScalar:
+    return w.scalar(name, lambda g, _: g[name])
 
 
-def _beta(w: _Writer, group: Mapping[str, Any], i: int) -> HyperScalar:
-    return w.scalar(f"beta{i + 1}", group, lambda g, _: g["betas"][i])
+def _beta(w: _Writer, i: int) -> HyperScalar:
+    return w.scalar(f"beta{i + 1}", lambda g, _: g["betas"][i])
 
 
-def _one_minus_beta(w: _Writer, group: Mapping[str, Any], i: int) -> HyperScalar:
-    return w.scalar(f"1 - beta{i + 1}", group, lambda g, _: 1 - g["betas"][i])
+def _one_minus_beta(w: _Writer, i: int) -> HyperScalar:
+    return w.scalar(f"1 - beta{i + 1}", lambda g, _: 1 - g["betas"][i])
 
 
-def _decay(w: _Writer, group: Mapping[str, Any]) -> HyperScalar:
-    return w.scalar("1 - lr * weight_decay", group, lambda g, _: 1 - g["lr"] * g["weight_decay"])
+def _decay(w: _Writer) -> HyperScalar:
+    return w.scalar("1 - lr * weight_decay", lambda g, _: 1 - g["lr"] * g["weight_decay"])
 
 
-def _root_correction(w: _Writer, group: Mapping[str, Any], step: torch.Tensor | None) -> HyperScalar:
-    return w.scalar("sqrt(1 - beta2^t)", group, lambda g, t: (1 - g["betas"][1] ** t) ** 0.5, step)
+def _root_correction(w: _Writer, step: torch.Tensor | None) -> HyperScalar:
+    return w.scalar("sqrt(1 - beta2^t)", lambda g, t: (1 - g["betas"][1] ** t) ** 0.5, step)
 
 
-def _adam_single(w: _Writer, group: Mapping[str, Any], s: _Slice, decoupled: bool) -> None:
+def _adam_single(w: _Writer, group: Group, s: _Slice, decoupled: bool) -> None:
     grad = s.grad
     m, v = s.states["exp_avg"], s.states["exp_avg_sq"]
     w.write(aten.add_.Tensor, s.states["step"], 1)
     if group["weight_decay"] != 0:
         if decoupled:
-            w.write(aten.mul_.Tensor, s.parameter, _decay(w, group))
+            w.write(aten.mul_.Tensor, s.parameter, _decay(w))
         else:
-            grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, group, "weight_decay"))
-    w.write(aten.lerp_.Scalar, m, grad, _one_minus_beta(w, group, 0))
-    w.write(aten.mul_.Tensor, v, _beta(w, group, 1))
-    w.write(aten.addcmul_.default, v, grad, grad, value=_one_minus_beta(w, group, 1))
+            grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, "weight_decay"))
+    w.write(aten.lerp_.Scalar, m, grad, _one_minus_beta(w, 0))
+    w.write(aten.mul_.Tensor, v, _beta(w, 1))
+    w.write(aten.addcmul_.default, v, grad, grad, value=_one_minus_beta(w, 1))
     root = w.make(aten.sqrt.default, v)
-    scaled = w.make(aten.div.Tensor, root, _root_correction(w, group, s.step))
-    w.write(aten.add_.Tensor, scaled, _named(w, group, "eps"))
-    size = w.scalar("-lr / (1 - beta1^t)", group, lambda g, t: -(g["lr"] / (1 - g["betas"][0] ** t)), s.step)
+    scaled = w.make(aten.div.Tensor, root, _root_correction(w, s.step))
+    w.write(aten.add_.Tensor, scaled, _named(w, "eps"))
+    size = w.scalar("-lr / (1 - beta1^t)", lambda g, t: -(g["lr"] / (1 - g["betas"][0] ** t)), s.step)
     w.write(aten.addcdiv_.default, s.parameter, m, scaled, value=size)
 
 
-def _adam_foreach(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -308,24 +307,23 @@ def _adam_foreach(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice]
     w.write(aten._foreach_add_.Tensor, steps, one, alpha=1.0)
     if group["weight_decay"] != 0:
         if decoupled:
-            w.write(aten._foreach_mul_.Scalar, parameters, _decay(w, group))
+            w.write(aten._foreach_mul_.Scalar, parameters, _decay(w))
         else:
-            grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, group, "weight_decay"))
-    w.write(aten._foreach_lerp_.Scalar, m, grads, _one_minus_beta(w, group, 0))
-    w.write(aten._foreach_mul_.Scalar, v, _beta(w, group, 1))
-    w.write(aten._foreach_addcmul_.Scalar, v, grads, grads, _one_minus_beta(w, group, 1))
+            grads = w.make(aten._foreach_add.List, grads, parameters, alpha=_named(w, "weight_decay"))
+    w.write(aten._foreach_lerp_.Scalar, m, grads, _one_minus_beta(w, 0))
+    w.write(aten._foreach_mul_.Scalar, v, _beta(w, 1))
+    w.write(aten._foreach_addcmul_.Scalar, v, grads, grads, _one_minus_beta(w, 1))
     sizes = tuple(
-        w.scalar("-lr / (1 - beta1^t)", group, lambda g, t: (g["lr"] / (1 - g["betas"][0] ** t)) * -1, s.step)
-        for s in slices
+        w.scalar("-lr / (1 - beta1^t)", lambda g, t: (g["lr"] / (1 - g["betas"][0] ** t)) * -1, s.step) for s in slices
     )
     roots = w.make(aten._foreach_sqrt.default, v)
-    corrections = tuple(_root_correction(w, group, s.step) for s in slices)
+    corrections = tuple(_root_correction(w, s.step) for s in slices)
     w.write(aten._foreach_div_.ScalarList, roots, corrections)
-    w.write(aten._foreach_add_.Scalar, roots, _named(w, group, "eps"))
+    w.write(aten._foreach_add_.Scalar, roots, _named(w, "eps"))
     w.write(aten._foreach_addcdiv_.ScalarList, parameters, m, roots, sizes)
 
 
-def _adam_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_fused(w: _Writer, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -334,11 +332,11 @@ def _adam_fused(w: _Writer, group: Mapping[str, Any], slices: Sequence[_Slice], 
     w.write(aten._foreach_add_.Scalar, steps, 1)
     kwargs = {
         "amsgrad": False,
-        "lr": _named(w, group, "lr"),
-        "beta1": _beta(w, group, 0),
-        "beta2": _beta(w, group, 1),
-        "weight_decay": _named(w, group, "weight_decay"),
-        "eps": _named(w, group, "eps"),
+        "lr": _named(w, "lr"),
+        "beta1": _beta(w, 0),
+        "beta2": _beta(w, 1),
+        "weight_decay": _named(w, "weight_decay"),
+        "eps": _named(w, "eps"),
         "maximize": False,
     }
     target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
@@ -359,7 +357,8 @@ def write_update(
     w = _Writer(program)
     kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
     position = {id(p): i for i, p in enumerate(parameters)}
-    for group in optimizer.param_groups:
+    for index, group in enumerate(optimizer.param_groups):
+        w.group = index
         slices: list[_Slice] = []
         for p in group["params"]:
             grad = program.grads.get(position[id(p)])
@@ -369,14 +368,14 @@ def write_update(
             wanted = _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
             states: dict[str, Region] = {}
             for name in wanted:
-                w.watched.append((table, name, table[name]))
+                w.watched.append((p, name, table[name]))
                 states[name] = w.borrow(table[name], Role.STATE, f"{names[id(p)]}.{name}")
             parameter = w.borrow(p, Role.PARAMETER, names[id(p)])
             slices.append(_Slice(parameter, grad, states, table.get("step")))
         if slices:
             _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)))
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
-    return done, Update(tuple(w.formulas), tuple(w.watched), structure(optimizer), optimizer)
+    return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer))
 
 
 def disproof(optimizer: torch.optim.Optimizer) -> str | None:

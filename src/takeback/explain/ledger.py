@@ -42,7 +42,7 @@ class Entry:
 
 def ledger(layout: Layout) -> tuple[Entry, ...]:
     """Every value of the plan, in program order."""
-    return tuple((*_moved(layout), *_made(layout), *_returned(layout)))
+    return (*_moved(layout), *_made(layout), *_returned(layout))
 
 
 def copies(layout: Layout) -> tuple[Entry, ...]:

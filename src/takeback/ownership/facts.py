@@ -56,12 +56,6 @@ _ROWWISE: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_layer_norm_backward.default: (0, 1),
 }
 
-#: Functional ops without a true `out=` whose in-place form gives the same bits when the first operand dies.
-_INPLACE: Mapping[OpOverload, OpOverload] = {
-    aten.masked_fill.Scalar: aten.masked_fill_.Scalar,
-    aten.masked_fill.Tensor: aten.masked_fill_.Tensor,
-}
-
 
 class Refused(enum.StrEnum):
     """Why a result was not written onto an operand."""
@@ -95,7 +89,17 @@ def out_overload(target: OpOverload) -> OpOverload | None:
 
 @functools.cache
 def inplace_overload(target: OpOverload) -> OpOverload | None:
-    return _INPLACE.get(target)
+    """The in-place form of a pointwise op that has no true `out=` kernel (relu, masked_fill), if there is one."""
+    if torch.Tag.pointwise not in target.tags or out_overload(target) is not None:
+        return None
+    packet = getattr(aten, target._schema.name.split("::")[1] + "_", None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    arguments = overload._schema.arguments
+    same = [(a.name, str(a.type)) for a in arguments] == wanted
+    return overload if same and arguments[0].alias_info is not None and arguments[0].alias_info.is_write else None
 
 
 def overwritable_operands(op: Op) -> tuple[int, ...]:
@@ -114,11 +118,11 @@ def overwritable_operands(op: Op) -> tuple[int, ...]:
             last = op.args[2] in (-1, len(first.shape) - 1)
             return _ROWWISE[target] if last and _contiguous(first) else ()
         return _ROWWISE[target] if _contiguous(first) else ()
-    if target in _INPLACE:
-        return (0,)
-    if torch.Tag.pointwise in target.tags and out_overload(target) is not None:
+    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+        return ()
+    if out_overload(target) is not None:
         return tuple(range(len(op.args)))
-    return ()
+    return (0,) if inplace_overload(target) is not None else ()
 
 
 def _contiguous(region: Region) -> bool:

@@ -1,8 +1,8 @@
 """Runs the backward of cross-entropy in row chunks onto the log-probabilities: one vocabulary-sized buffer, not three.
 
-    eager:   g = nll_loss_backward(...)            whole        here:   for each chunk of rows:
-             r = log_softmax_backward(g, logp)     whole                    g = nll_loss_backward(chunk)
-                                                                            logp[chunk] = log_softmax_backward(g, logp[chunk])
+    eager:   g = nll_loss_backward(...)              here:   for each chunk of rows:
+             r = log_softmax_backward(g, logp)                   g = nll_loss_backward(chunk)
+                                                                 logp[chunk] = log_softmax_backward(g, logp[chunk])
 
 Both kernels treat every row by itself, so the bits are eager's. The chunk stays in cache, so it is faster, too.
 """

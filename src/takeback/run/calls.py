@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from takeback.capture.program import Op, Special
-from takeback.ownership.facts import COPY, EMPTY, FILL, out_overload
+from takeback.ownership.facts import COPY, EMPTY, FILL, inplace_overload, out_overload
 from takeback.passes.draft import Overwrites, Placement
 
 
@@ -50,15 +50,9 @@ def kind_of(op: Op, placement: Placement | None = None) -> Kind:
         return Kind.COPY
     if torch.Tag.nondeterministic_seeded not in target.tags and out_overload(target) is not None:
         return Kind.OUT
-    if isinstance(placement, Overwrites) and inplace_form(target) is not None:
+    if isinstance(placement, Overwrites) and inplace_overload(target) is not None:
         return Kind.INSTEAD
     return Kind.ALLOCATE
-
-
-def inplace_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    from takeback.ownership.facts import inplace_overload
-
-    return inplace_overload(target)
 
 
 def fastest(target: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The eager recipe that a compiled step must equal, bit for bit: what `verify_every`, the demo and the tests compare to."""
+"""The eager recipe that a compiled step must equal, bit for bit: `verify_every`, demo and tests compare to it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def eager_step(
     accumulate: int = 1,
     clip_norm: float | None = None,
 ) -> torch.Tensor:
-    """zero_grad, forward and backward per microbatch, clip, step. Returns the detached loss; leaves `.grad` as it is."""
+    """zero_grad, forward and backward per microbatch, clip, step. Returns the detached loss; leaves `.grad`."""
     kwargs = dict(kwargs or {})
     model.zero_grad(set_to_none=True)
     total: torch.Tensor | None = None

@@ -44,7 +44,9 @@ def probe_scratch(program: Program, native: Native, progress: Callable[[int, int
         model = program.ops[first[keys[i]]]
         rename = dict(zip((r.buffer for r in model.outputs), (r.buffer for r in ops[i].outputs), strict=True))
         found = known[keys[i]]
-        ops[i] = replace(ops[i], scratch=tuple(replace(s, result=rename.get(s.result)) for s in found))
+        ops[i] = replace(
+            ops[i], scratch=tuple(replace(s, result=None if s.result is None else rename[s.result]) for s in found)
+        )
     return replace(program, ops=tuple(ops))
 
 
@@ -78,8 +80,7 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
 
     def build(region: Region) -> Any:
         if region.buffer not in storages:
-            begin, end = region.span_bytes
-            size = max(program.buffers[region.buffer].size_bytes, end)
+            size = max(program.buffers[region.buffer].size_bytes, region.span_bytes[1])
             storages[region.buffer] = torch.zeros(size, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=region.dtype)
         return empty.set_(storages[region.buffer], max(region.offset, 0), region.shape, region.stride)

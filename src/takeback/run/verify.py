@@ -1,4 +1,4 @@
-"""`verify_every`: runs a step compiled and again in eager from the same state, and compares every tensor bit for bit."""
+"""`verify_every`: runs a step compiled, then in eager from the same state, and compares every tensor bit for bit."""
 
 from __future__ import annotations
 
