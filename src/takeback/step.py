@@ -34,7 +34,7 @@ from takeback.run.commit import uninterrupted
 from takeback.run.executor import Executor, undo_bytes
 from takeback.run.layout import lay_out
 from takeback.run.recording import recorder
-from takeback.run.verify import verified
+from takeback.run.verify import Recipe, compare, eager_digest, verified
 
 
 def compile_step(
@@ -98,11 +98,13 @@ class Plan:
     aux_form: Any
     has_aux: bool
     refusals: tuple[Refusal, ...]
+    names: tuple[str, ...]
+    proved: bool = False  #: compared with eager, bit for bit
     rehearsals: int = 0
     changed_at: dict[int, int] = field(default_factory=dict)
 
-    def holds(self) -> bool:
-        return (self.update is None or self.update.holds()) and self.watch.change() is None
+    def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
+        return (self.update is None or self.update.holds()) and self.watch.change(leaves) is None
 
 
 class CompiledStep:
@@ -122,33 +124,37 @@ class CompiledStep:
         self._arena = SharedArena(self._native)
         self._plans: list[Plan] = []  # most recently used first
         self._last: Plan | None = None
-        self._steps = 0
+        self._replays = 0
         self._news = subjects.NewPlans()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, batch_key = take_apart((args, kwargs))
         key = (batch_key, ambient())
         for plan in tuple(self._plans):
-            if plan.key != key or not plan.holds():
-                continue
-            every = self.options.verify_every
-            self._steps += 1
-            try:
-                if every and self._steps % every == 0:
-                    return verified(
-                        functools.partial(self._replay, plan, leaves),
-                        self._model,
-                        self._loss_fn,
-                        self._optimizer,
-                        args,
-                        kwargs,
-                        accumulate=self.options.accumulate,
-                        clip_norm=self.options.clip_norm,
-                    )
-                return self._replay(plan, leaves)
-            except HeldValueChanged as change:
-                self._blame(plan, change.position)
+            if plan.key == key and plan.holds(leaves):
+                try:
+                    return self._use(plan, leaves, args, kwargs)
+                except HeldValueChanged as change:
+                    self._blame(plan, change.position)
         return self._record(key, args, kwargs, leaves)
+
+    def _use(self, plan: Plan, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A replay, compared with eager where that is due."""
+        options = self.options
+        self._replays += 1
+        due = options.verify_every and self._replays % options.verify_every == 0
+        if plan.proved and not due:
+            return self._replay(plan, leaves)
+        recipe = Recipe(
+            self._model, self._loss_fn, self._optimizer, args, kwargs, options.accumulate, options.clip_norm
+        )
+        if not plan.proved:
+            expected = eager_digest(recipe, plan.executor)
+            names = list(plan.names)
+            out = self._replay(plan, leaves, lambda: compare(expected, plan.executor, leaves, names))
+            plan.proved = True
+            return out
+        return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor)
 
     def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
@@ -188,13 +194,13 @@ class CompiledStep:
         got = capture(subject, args, kwargs, recording=recorder(self._native))
         with uninterrupted():
             self._optimizer.step()
-            self._make_plan(key, subject, got)
+            self._make_plan(key, subject, got, leaves)
             self._drop_grads(subject.parameters)
         self.grad_norm = got.grad_norm
         loss = got.loss.clone()
         return (loss, got.aux) if got.has_aux else loss
 
-    def _make_plan(self, key: Hashable, subject: Subject, got: Capture) -> None:
+    def _make_plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> None:
         program, refusals = got.program, []
         update: Update | None = None
         reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
@@ -206,28 +212,29 @@ class CompiledStep:
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
         draft = run_passes(Draft(program, kept))
         executor = Executor(lay_out(draft), self._arena, self._native, poison=self.options.poison)
-        watch = Watch(subject, got.guard)
-        plan = Plan(key, watch, update, executor, program, got.aux_form, got.has_aux, tuple(refusals))
+        watch = Watch(subject, got.guard, leaves)
+        names = tuple(subject.names[id(p)] for p in subject.parameters)
+        plan = Plan(key, watch, update, executor, program, got.aux_form, got.has_aux, tuple(refusals), names)
         self._plans.insert(0, plan)
         del self._plans[self.options.max_plans :]
         self._last = plan
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
-    def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> Any:
+    def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
         executor = plan.executor
         rehearse = plan.rehearsals < 2
         scalars = plan.update.scalars() if plan.update is not None else ()
         finish = None if plan.update is not None else lambda: self._own_step(plan, leaves)
-        executor.run(leaves, scalars, finish, log=rehearse)
+        executor.run(leaves, scalars, finish, inspect=inspect, log=rehearse)
         program = executor.program
         loss = executor.tensor(program.loss, leaves).clone()
         aux = [executor.tensor(r, leaves).clone() for r in program.aux]
         if program.grad_norm is not None:
             self.grad_norm = executor.tensor(program.grad_norm, leaves).clone()
-        if self.options.keep_grads:
-            for i, region in program.grads.items():
-                plan.watch.parameters[i].grad = executor.tensor(region, leaves).clone()
+        for i, p in enumerate(plan.watch.parameters):
+            region = program.grads.get(i) if self.options.keep_grads else None
+            p.grad = executor.tensor(region, leaves).clone() if region is not None else None
         if rehearse:
             self._rehearsed(plan)
         if self._plans[0] is not plan:
@@ -238,15 +245,18 @@ class CompiledStep:
         return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
 
     def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
-        """An optimizer whose update is not in the plan runs its own step on the planned gradients."""
-        parameters = plan.watch.parameters
+        """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
+        torch's might keep them, so it gets copies."""
+        keeps = not type(self._optimizer).__module__.startswith("torch.optim")
         for i, region in plan.executor.program.grads.items():
-            parameters[i].grad = plan.executor.tensor(region, leaves)
+            grad = plan.executor.tensor(region, leaves)
+            plan.watch.parameters[i].grad = grad.clone() if keeps else grad
         try:
             self._optimizer.step()
-        finally:
-            for p in parameters:
-                p.grad = None
+        except BaseException:
+            for p in plan.watch.parameters:
+                p.grad = None  # they look into the arena
+            raise
 
     def _drop_grads(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if not self.options.keep_grads:

@@ -37,8 +37,9 @@ def tensor_key(t: torch.Tensor) -> Hashable:
 
 def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
     if isinstance(node, torch.Tensor):
+        again = next((i for i, t in enumerate(tensors) if t is node), None)
         tensors.append(node)
-        return tensor_key(node)
+        return (tensor_key(node), again)  # step(x, x) and step(x, y) are different programs
     kind = type(node)
     if kind in _PLAIN:
         return (kind, node)

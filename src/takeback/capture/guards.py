@@ -1,7 +1,7 @@
 """Holds what a recording baked in: the Python values reachable from the model and from loss_fn.
 
-In: the objects a step can read. Out: a `Guard`, a flat list of slots (container, key, value) that is compared before
-every replay. A slot that changes *during* the recording means that the step keeps state in Python, which a replay
+In: the objects a step can read. Out: a `Guard`, a flat list of slots (how to read it, the value it had) that is compared
+before every replay. A slot that changes *during* the recording means that the step keeps state in Python, which a replay
 would drop; the guard names it.
 """
 
@@ -10,26 +10,15 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-_SCALARS = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    enum.Enum,
-)
-_OPAQUE = (types.ModuleType, type, types.BuiltinFunctionType, torch.Generator, torch._ops.OpOverload)
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_WALKED = frozenset(
     (
@@ -46,122 +35,148 @@ _NOT_WALKED = frozenset(
         "_compiled_call_impl",
     )
 )
+_LIBRARIES = frozenset(("torch", "numpy", *sys.stdlib_module_names)) - {"__main__"}
+_CODE_NOT_READ = _LIBRARIES | {"transformers"}  # its objects are looked at, its thousands of functions are not
 _MOST_SLOTS = 100_000
 _MISSING = object()
 
+Child = tuple[object, str]
 
-def _is_library(module_name: str | None) -> bool:
-    return module_name is None or module_name.partition(".")[0] in (
-        "torch",
-        "builtins",
-        "functools",
-        "typing",
-    )
+
+def _is_library(module_name: object, known: frozenset[str] = _LIBRARIES) -> bool:
+    return not isinstance(module_name, str) or module_name.partition(".")[0] in known
 
 
 class Guard:
     """Every Python value a step can read, as it was when the guard was made."""
 
     def __init__(self, **roots: object) -> None:
-        self._items: list[tuple[Any, Any, object, str]] = []  # container, key, value, path
-        self._lengths: list[tuple[Any, int, str]] = []
-        self._cells: list[tuple[types.CellType, object, str]] = []
         self.tensors: list[torch.Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self._items: list[tuple[Any, Any, object, str]] = []  # container[key] was value
+        self._attributes: list[tuple[Any, str, object, str]] = []  # getattr(container, key) was value
+        self._lengths: list[tuple[Any, int, str]] = []
+        self._sets: list[tuple[Any, frozenset[object], str]] = []
         self._hooks: list[tuple[dict[int, object], str]] = []
-        self.complete = True
-        self._seen: set[int] = set()
+        self._drawers: list[tuple[Any, object, str]] = []  # random number generators that are not torch's
+        seen: set[int] = set()
         pending = collections.deque((value, name) for name, value in roots.items())
-        while pending:
+        while pending and len(self._items) < _MOST_SLOTS:
             value, path = pending.popleft()
-            if id(value) in self._seen or isinstance(value, _SCALARS):
-                continue
-            self._seen.add(id(value))
-            if len(self._items) > _MOST_SLOTS:
-                self.complete = False
-                break
-            pending.extend(self._children(value, path))
+            if id(value) not in seen and not isinstance(value, _SCALARS):
+                seen.add(id(value))
+                pending.extend(self._children(value, path))
 
-    def _children(self, value: Any, path: str) -> Iterator[tuple[object, str]]:
+    # -- finding slots -----------------------------------------------------------------------------------------
+
+    def _children(self, value: Any, path: str) -> Iterator[Child]:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
-        elif isinstance(value, _OPAQUE):
-            return
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
         elif isinstance(value, dict):
+            self._lengths.append((value, len(value), path))
             yield from self._mapping(value, path, "{}[{!r}]")
         elif isinstance(value, list | tuple | collections.deque):
-            if not isinstance(value, tuple):
-                self._lengths.append((value, len(value), path))
-            for i, item in enumerate(value):
-                self._items.append((value, i, item, f"{path}[{i}]"))
-                yield item, f"{path}[{i}]"
-        elif isinstance(value, set | frozenset):
             self._lengths.append((value, len(value), path))
+            yield from self._mapping(dict(enumerate(value)), path, "{}[{!r}]", container=value)
+        elif isinstance(value, set | frozenset):
+            self._sets.append((value, frozenset(value), path))
         elif isinstance(value, functools.partial):
-            yield from (
-                (value.func, path),
-                (value.args, f"{path}.args"),
-                (value.keywords, f"{path}.keywords"),
-            )
+            yield from ((value.func, path), (value.args, f"{path}.args"), (value.keywords, f"{path}.keywords"))
         elif isinstance(value, types.MethodType):
             yield from ((value.__self__, path), (value.__func__, path))
         elif isinstance(value, types.FunctionType):
             yield from self._function(value, path)
-        else:
+        elif isinstance(value, type):
+            yield from self._class(value, path)
+        elif (state := _drawer_state(value)) is not None:
+            self._drawers.append((value, state, path))
+        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
             yield from self._instance(value, path)
 
     def _mapping(
-        self, mapping: dict[Any, Any], path: str, form: str, skip: frozenset[str] = frozenset()
-    ) -> Iterator[tuple[object, str]]:
-        self._lengths.append((mapping, len(mapping), path))
+        self,
+        mapping: dict[Any, Any],
+        path: str,
+        form: str,
+        *,
+        container: Any = None,
+        skip: frozenset[str] = frozenset(),
+    ) -> Iterator[Child]:
         for key, item in mapping.items():
             if key not in skip:
                 name = form.format(path, key)
-                self._items.append((mapping, key, item, name))
+                self._items.append((mapping if container is None else container, key, item, name))
                 yield item, name
 
-    def _instance(self, value: Any, path: str) -> Iterator[tuple[object, str]]:
+    def _instance(self, value: Any, path: str) -> Iterator[Child]:
         attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return
-        if isinstance(value, torch.nn.Module):
-            own = {k: v for k, v in attributes.items() if k not in ("_parameters", "_buffers", "_modules")}
-            for key, item in own.items():
-                if key not in _NOT_WALKED:
-                    self._items.append((attributes, key, item, f"{path}.{key}"))
-                    yield item, f"{path}.{key}"
+        if isinstance(value, torch.nn.Module) and isinstance(attributes, dict):
+            tables = ("_parameters", "_buffers", "_modules")
+            yield from self._mapping(attributes, path, "{}.{}", skip=_NOT_WALKED | set(tables))
             self._lengths.append((attributes, len(attributes), path))
             self._hooks += [(attributes[kind], f"{kind[1:]} of {path}") for kind in _HOOKS]
-            for table in ("_parameters", "_buffers", "_modules"):
+            for table in tables:
+                self._lengths.append((attributes[table], len(attributes[table]), f"{path}.{table}"))
                 yield from self._mapping(attributes[table], path, "{}.{}")
-            if not _is_library(type(value).__module__):
-                yield from self._globals(type(value).forward, f"{type(value).__name__}.forward")
         elif not _is_library(type(value).__module__):
-            yield from self._mapping(attributes, path, "{}.{}")
+            if isinstance(attributes, dict):
+                self._lengths.append((attributes, len(attributes), path))
+                yield from self._mapping(attributes, path, "{}.{}")
+            for slot in _slots(type(value)):
+                yield from self._attribute(value, slot, f"{path}.{slot}")
+        yield type(value), type(value).__name__
 
-    def _function(self, function: types.FunctionType, path: str) -> Iterator[tuple[object, str]]:
-        if _is_library(function.__module__):
+    def _attribute(self, container: Any, name: str, path: str) -> Iterator[Child]:
+        item = getattr(container, name, _MISSING)
+        if item is not _MISSING:
+            self._attributes.append((container, name, item, path))
+            yield item, path
+
+    def _class(self, value: type, path: str) -> Iterator[Child]:
+        """A class of the user's: its attributes are read through its instances, its functions read globals."""
+        for base in value.__mro__:
+            if _is_library(base.__module__, _CODE_NOT_READ):
+                continue
+            for name, item in tuple(vars(base).items()):
+                if isinstance(item, types.FunctionType):
+                    yield item, f"{base.__name__}.{name}"
+                elif isinstance(item, property | staticmethod | classmethod):
+                    function = item.fget if isinstance(item, property) else item.__func__
+                    yield function, f"{base.__name__}.{name}"
+                elif not name.startswith("__"):
+                    yield from self._attribute(base, name, f"{base.__name__}.{name}")
+
+    def _function(self, function: types.FunctionType, path: str) -> Iterator[Child]:
+        if _is_library(function.__module__, _CODE_NOT_READ):
             return
-        names = function.__code__.co_freevars
-        for name, cell in zip(names, function.__closure__ or (), strict=True):
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # a cell that is not filled yet
                 continue
-            self._cells.append((cell, content, f"variable {name!r} of {path}"))
+            self._attributes.append((cell, "cell_contents", content, f"variable {name!r} of {path}"))
             yield content, f"variable {name!r} of {path}"
-        yield from (
-            (function.__defaults__ or (), f"{path}'s defaults"),
-            (function.__kwdefaults__ or {}, path),
-        )
-        yield from self._globals(function, path)
-
-    def _globals(self, function: Callable[..., object], path: str) -> Iterator[tuple[object, str]]:
-        code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-        for name in code.co_names if code is not None else ():
-            item = scope.get(name, _MISSING)
-            if item is not _MISSING and not isinstance(item, _OPAQUE):
-                self._items.append((scope, name, item, f"global {name!r} read by {path}"))
+        for name in ("__defaults__", "__kwdefaults__"):
+            yield from self._attribute(function, name, f"the defaults of {path}")
+        yield from self._mapping(function.__dict__, path, "{}.{}")
+        for name in sorted(_names(function.__code__)):
+            item = function.__globals__.get(name, _MISSING)
+            if isinstance(item, types.ModuleType):
+                if not _is_library(item.__name__):
+                    yield from self._module(item, function.__code__)
+            elif item is not _MISSING and not isinstance(item, types.BuiltinFunctionType):
+                self._items.append((function.__globals__, name, item, f"global {name!r} read by {path}"))
                 yield item, f"global {name!r} read by {path}"
+
+    def _module(self, module: types.ModuleType, code: types.CodeType) -> Iterator[Child]:
+        """`config.ALPHA`: what a function names of a module of the user's."""
+        for name in sorted(_names(code)):
+            if not isinstance(getattr(module, name, None), types.ModuleType):
+                yield from self._attribute(module, name, f"{module.__name__}.{name}")
+
+    # -- comparing ---------------------------------------------------------------------------------------------
 
     def change(self) -> str | None:
         """None while everything is as it was; else what changed, from what to what."""
@@ -178,24 +193,55 @@ class Guard:
                 return f"{path} is gone"
             if now is not value and not _equal(now, value):
                 return f"{path} was {_show(value)} and is now {_show(now)}"
-        for cell, value, path in self._cells:
-            now = cell.cell_contents
+        for container, name, value, path in self._attributes:
+            now = getattr(container, name, _MISSING)
             if now is not value and not _equal(now, value):
                 return f"{path} was {_show(value)} and is now {_show(now)}"
+        for container, members, path in self._sets:
+            if members != container:
+                return f"{path} has other members"
         return None
 
-    def restore_scalars_(self) -> None:
-        """Puts back every Python scalar that changed, after a recording that is refused."""
+    def drawn(self) -> str | None:
+        """A random number generator of Python's or numpy's that was used since; a replay would not draw again."""
+        return next((path for drawer, state, path in self._drawers if _drawer_state(drawer) != state), None)
+
+    def restore_(self) -> None:
+        """Puts back every slot that changed, after a recording that is refused."""
+        for container, size, _ in self._lengths:
+            if isinstance(container, list) and len(container) > size:
+                del container[size:]
         for container, key, value, _ in self._items:
-            if isinstance(value, _SCALARS) and not isinstance(container, tuple):
-                try:
-                    if container[key] is not value:
-                        container[key] = value
-                except (KeyError, IndexError):
-                    continue
-        for cell, value, _ in self._cells:
-            if isinstance(value, _SCALARS):
-                cell.cell_contents = value
+            if not isinstance(container, tuple) and (key in container if isinstance(container, dict) else True):
+                container[key] = value
+        for container, name, value, _ in self._attributes:
+            if getattr(container, name, _MISSING) is not value:
+                setattr(container, name, value)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Every global or attribute that a function's code names, inner functions and comprehensions included."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*(_names(c) for c in inner))
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [s for s in found if s not in ("__dict__", "__weakref__")]
+
+
+def _drawer_state(value: object) -> object:
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.Generator):
+        return repr(value.bit_generator.state)
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return repr(value.get_state(legacy=False))
+    return None
 
 
 def _equal(now: object, then: object) -> bool:
@@ -205,36 +251,29 @@ def _equal(now: object, then: object) -> bool:
 def _show(value: object) -> str:
     if isinstance(value, _SCALARS):
         return repr(value)
-    return (
-        f"a {type(value).__name__} of shape {tuple(value.shape)}"
-        if isinstance(value, torch.Tensor)
-        else f"a {type(value).__name__}"
-    )
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "missing" if value is _MISSING else f"a {type(value).__name__}"
 
 
 def hooks_on(model: torch.nn.Module) -> str | None:
     """The first hook that a replay would not call, in words, or None."""
-    for kind in (
-        "_global_forward_hooks",
-        "_global_forward_pre_hooks",
-        "_global_backward_hooks",
-        "_global_backward_pre_hooks",
-    ):
-        if getattr(torch.nn.modules.module, kind, None):
-            return f"a global module hook ({kind})"
+    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+        if getattr(torch.nn.modules.module, f"_global_{kind}", None):
+            return f"a global module hook (global {kind})"
     for name, module in model.named_modules():
         for kind in _HOOKS:
             table = module.__dict__.get(kind)
             if table:
-                hook = next(iter(table.values()))
-                return f"{_hook_name(hook)} in {kind[1:]} of module {name or type(model).__name__!r}"
+                return f"{_hook_name(table)} in {kind[1:]} of module {name or type(model).__name__!r}"
     for name, parameter in model.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             table = getattr(parameter, kind, None)
             if table:
-                return f"{_hook_name(next(iter(table.values())))} in {kind[1:]} of parameter {name!r}"
+                return f"{_hook_name(table)} in {kind[1:]} of parameter {name!r}"
     return None
 
 
-def _hook_name(hook: object) -> str:
+def _hook_name(table: dict[int, object]) -> str:
+    hook = next(iter(table.values()))
     return f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"

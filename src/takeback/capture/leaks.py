@@ -1,4 +1,4 @@
-"""While a step is recorded, catches tensors that are read behind the dispatcher's back: `.numpy()`, `.tolist()`.
+"""While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`.
 
 `.tolist()` of a small tensor is honoured: it becomes one value guard per element. The rest raises. Only the recording
 thread is affected; every other thread goes straight to torch's own method.
@@ -56,10 +56,21 @@ def watch_leaks() -> Iterator[None]:
             )
         return self.item() if self.dim() == 0 else [tolist(row) for row in self.unbind(0)]
 
+    def seeded(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == recording:
+            raise CaptureError(
+                f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A replay "
+                f"runs no Python, so it would draw other numbers than eager. Seed before the step."
+            )
+        return manual_seed(*args, **kwargs) if args or kwargs else seed()
+
+    manual_seed, seed = torch.manual_seed, torch.seed
+    torch.manual_seed = torch.seed = seeded
     # Checked on 2.11 and 2.13: both are inherited from TensorBase, so deleting ours brings torch's back.
     torch.Tensor.numpy = numpy
     torch.Tensor.tolist = tolist
     try:
         yield
     finally:
+        torch.manual_seed, torch.seed = manual_seed, seed
         del torch.Tensor.numpy, torch.Tensor.tolist

@@ -7,6 +7,7 @@ saves it there and restores it here. Any other state came from a seed inside the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,22 +31,30 @@ def _state(generator: torch.Generator) -> bytes:
 class RandomTrail:
     """The states seen so far, and the save and restore ops that a replay needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
         self._current: dict[torch.Generator, bytes] = {}
         self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
         self._slots: dict[_Point, int] = {}
         self._restores: list[tuple[int, Op]] = []
-        self.watch(torch.default_generator, 0)
-
-    def watch(self, generator: torch.Generator, position: int) -> None:
-        if generator not in self._current:
+        for generator in dict.fromkeys((torch.default_generator, *generators)):
             state = self._current[generator] = _state(generator)
-            self._seen.setdefault((generator, state), _Point(position, generator))
+            self._seen[generator, state] = _Point(0, generator)
+
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """The generators that the step may draw from."""
+        return tuple(self._current)
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""
         generator = generator if generator is not None else torch.default_generator
-        self.watch(generator, position)
+        if generator not in self._current:
+            where = f" at {site.describe()}" if site else ""
+            raise CaptureError(
+                f"the step draws from a generator{where} that was made inside the step, or is out of takeback's sight. A "
+                f"replay would go on drawing from it instead of making it anew. Make it before the step and keep it "
+                f"where loss_fn or the model can be seen to hold it."
+            )
         now = _state(generator)
         if now != self._current[generator]:
             self._jump(generator, now, position, site)

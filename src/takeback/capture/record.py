@@ -94,6 +94,9 @@ class Recorder(TorchDispatchMode):
         batch: Sequence[torch.Tensor],
         log: AllocatorLog | None = None,
         real: bool = True,
+        *,
+        reachable: Sequence[torch.Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         super().__init__()
         self.ops: list[Op] = []
@@ -101,6 +104,8 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self._externals: dict[BufferId, torch.Tensor] = {}
         self._leaves: dict[BufferId, int] = {}
+        self._leaf_storages: set[int] = set()
+        self._reachable = {t.untyped_storage()._cdata for t in reachable if t.layout is torch.strided}
         self._by_storage: dict[int, BufferId] = {}
         self._weak: dict[BufferId, StorageWeakRef] = {}
         self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -112,7 +117,7 @@ class Recorder(TorchDispatchMode):
         self._sites = Sites()
         self._log = log
         self._real = real
-        self._random = RandomTrail() if real else None  # fake ops draw no numbers
+        self._random = RandomTrail(generators) if real else None  # fake ops draw no numbers
         for tensor, (role, name) in known.items():
             self._adopt(tensor, role, name)
         for i, leaf in enumerate(batch):
@@ -145,8 +150,8 @@ class Recorder(TorchDispatchMode):
         self.buffers[ident] = Buffer(ident, end - begin, Role.BATCH, f"batch{position}")
         self._leaves[ident] = position
         self._leaf_of[leaf] = (ident, leaf.storage_offset())
-        # Leaves of one storage are told apart by the tensor they are views of; this is for what has no such trail.
-        self._by_storage.setdefault(leaf.untyped_storage()._cdata, ident)
+        # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
+        self._leaf_storages.add(leaf.untyped_storage()._cdata)
 
     def _region(self, tensor: torch.Tensor, constant: bool = False) -> Region:
         leaf = self._leaf_of.get(tensor)
@@ -155,7 +160,13 @@ class Recorder(TorchDispatchMode):
             offset = tensor.storage_offset() - base
         else:
             self._refuse_unusual(tensor)
-            found = self._by_storage.get(tensor.untyped_storage()._cdata)
+            key = tensor.untyped_storage()._cdata
+            found = self._by_storage.get(key)
+            if found is None and key in self._leaf_storages and key not in self._reachable:
+                raise CaptureError(
+                    f"a view of the batch reached an op{self._at()} by a way that takeback cannot follow, so the next "
+                    f"batch would not be read there. Make the view with ordinary tensor methods inside loss_fn."
+                )
             if found is None:
                 role = Role.CONSTANT if constant else Role.CLOSURE
                 found = self._adopt(tensor, role, f"{role.name.lower()}{len(self._externals)}")

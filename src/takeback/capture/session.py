@@ -18,7 +18,7 @@ import torch
 from takeback.capture.batch import map_tensors, microbatch, tensors_of
 from takeback.capture.guards import Guard
 from takeback.capture.leaks import watch_leaks
-from takeback.capture.program import Phase, Program, Role
+from takeback.capture.program import BufferId, Phase, Program, Region, Role
 from takeback.capture.record import AllocatorEvent, Recorder
 from takeback.errors import CaptureError
 
@@ -98,7 +98,7 @@ def capture(
                 torch.default_generator.set_state(generator_state)
             return _attempt(subject, args, kwargs, recording, real)
     except _Unsettled as unsettled:
-        first.restore_scalars_()
+        first.restore_()
         raise CaptureError(str(unsettled)) from None
 
 
@@ -116,10 +116,12 @@ def _attempt(
     log: Log | None = None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(recording()) if recording is not None else None
-        recorder = Recorder(subject.known(), batch, log, real)
+        recorder = Recorder(
+            subject.known(), batch, log, real, reachable=guard.tensors, generators=guard.generators if real else ()
+        )
         try:
             with _tripwires(), torch.enable_grad():
-                loss, aux, has_aux, norm = _run(subject, recorder, args, kwargs)
+                loss, aux, has_aux, norm = _run(subject, recorder, args, kwargs, guard.tensors)
                 recorder.mark_end_of_backward()
         except BaseException:
             recorder.undo_()
@@ -130,7 +132,11 @@ def _attempt(
 
 
 def _run(
-    subject: Subject, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    subject: Subject,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reachable: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, Any, bool, torch.Tensor | None]:
     """The eager recipe: forward, backward, sum over microbatches, clip."""
     count = subject.accumulate
@@ -146,6 +152,7 @@ def _run(
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             _check_loss(loss, subject)
+            _check_leaves(loss, subject, reachable)
             parts.append(aux)
             scaled = loss if count == 1 else loss / count
             recorder.phase = Phase.BACKWARD
@@ -185,11 +192,21 @@ def _own_gradients_(
         if p.grad is None:
             continue
         borrowed = recorder.buffers[recorder.region(p.grad).buffer].role.borrowed
-        # Checked on 2.11 and 2.13: 0 means that no two elements share an address.
-        overlaps = torch._debug_has_internal_overlap(p.grad) != 0
-        if borrowed or overlaps or p.grad.untyped_storage()._cdata in seen:
-            p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+        # AccumulateGrad's contract: a gradient has the strides of a parameter that is dense, else row-major ones. A norm
+        # sums in memory order, and fused updates walk both in step, so the strides are part of the result.
+        strides = _dense_strides(p)
+        if borrowed or p.grad.untyped_storage()._cdata in seen or not _same_strides(p.grad, strides):
+            p.grad = torch.empty_strided(p.shape, strides, dtype=p.grad.dtype).copy_(p.grad)
         seen.add(p.grad.untyped_storage()._cdata)
+
+
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    region = Region(BufferId(0), parameter.dtype, tuple(parameter.shape), parameter.stride(), 0)
+    return region.stride if region.packed else torch.empty(parameter.shape, device="meta").stride()
+
+
+def _same_strides(grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
+    return all(a == b for a, b, n in zip(grad.stride(), strides, grad.shape, strict=True) if n != 1)
 
 
 def _gradients(loss: torch.Tensor, wanted: list[torch.nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
@@ -238,6 +255,27 @@ def _check_loss(loss: Any, subject: Subject) -> None:
         )
 
 
+def _check_leaves(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Tensor]) -> None:
+    """Eager would leave a gradient in every tensor that needs one; takeback does for the model's parameters only."""
+    ours = {id(p) for p in subject.parameters}
+    theirs = {id(t) for t in reachable if t.is_leaf and t.requires_grad} - ours
+    if not theirs:
+        return
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in theirs:
+            raise CaptureError(
+                f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not a "
+                f"parameter of the model, so it would get no gradient. Make it an nn.Parameter of the model, or detach it."
+            )
+        pending.extend(following for following, _ in node.next_functions)
+
+
 def _settle(
     subject: Subject,
     recorder: Recorder,
@@ -275,6 +313,12 @@ def _settle(
             f"{orphan.name}{where} reads a tensor that was made inside the step without torch's dispatcher (numpy, "
             f"a C++ extension). A replay would use the same data for ever. Make it before the step and pass it in."
         )
+    drawn = guard.drawn()
+    if drawn is not None:
+        refuse(
+            f"the step draws from {drawn}, which is not torch's; a replay would use the first draw for ever. Draw before "
+            f"the step and pass the result in as a tensor, or draw with torch."
+        )
     changed = guard.change()
     if changed is not None:
         refuse(
@@ -299,13 +343,13 @@ def _tripwires() -> Iterator[None]:
     """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
     python_random = random.getstate()
     numpy = sys.modules.get("numpy")
-    numpy_random = numpy.random.get_state()[1].tobytes() if numpy is not None else b""
+    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
     with watch_leaks():
         yield
     drawn = None
     if random.getstate() != python_random:
         drawn = "Python's random module"
-    elif numpy is not None and numpy.random.get_state()[1].tobytes() != numpy_random:
+    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(

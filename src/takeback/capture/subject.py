@@ -62,12 +62,21 @@ def build(
             f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
             f"loss_fn (values to look at can be returned as aux)."
         )
+    if torch.is_inference_mode_enabled():
+        raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained. Leave it.")
     names = {id(p): name for name, p in model.named_parameters()}
+    storages = {p.untyped_storage()._cdata: names[id(p)] for p in model.parameters()}
     for i, leaf in enumerate(leaves):
-        if id(leaf) in names:
+        owner = storages.get(leaf.untyped_storage()._cdata) if leaf.layout is torch.strided else None
+        if owner is not None:
             raise CaptureError(
-                f"tensor {i} of the batch is the parameter {names[id(leaf)]!r}. The update would write it while the "
-                f"batch is only borrowed. Read it through the model inside loss_fn."
+                f"tensor {i} of the batch is the parameter {owner!r}, or a view of it. The update would write it while "
+                f"the batch is only borrowed. Read it through the model inside loss_fn."
+            )
+        if leaf.requires_grad:
+            raise CaptureError(
+                f"tensor {i} of the batch requires grad, and takeback computes the gradients of the model's parameters "
+                f"only. Pass it detached; where loss_fn needs its gradient, call .requires_grad_() on a detached copy."
             )
         if leaf.device.type != "cpu":
             raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on cpu.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -19,23 +19,36 @@ def ambient() -> Hashable:
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_float32_matmul_precision(),
+        torch.backends.mkldnn.enabled,
+        # These flags are named after CUDA and rule the CPU's attention too.
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
     )
 
 
 class Watch:
     """Compared before every replay; costs a few list walks."""
 
-    def __init__(self, subject: Subject, guard: Guard) -> None:
+    def __init__(self, subject: Subject, guard: Guard, leaves: Sequence[torch.Tensor]) -> None:
         self.parameters = subject.parameters
         self._guard = guard
         watched = {id(t): t for t in (*subject.parameters, *subject.model.buffers(), *guard.tensors)}
-        self._tensors = [(t, t.data_ptr(), t.requires_grad) for t in watched.values()]
+        self._tensors = [
+            (t, t.data_ptr(), t.stride(), t.requires_grad) for t in watched.values() if t.layout is torch.strided
+        ]
+        # A batch tensor that the model or loss_fn holds as well: which of the two was read is not known, so the plan is
+        # for this very tensor.
+        reachable = {id(t) for t in guard.tensors}
+        self._pinned = [(i, t) for i, t in enumerate(leaves) if id(t) in reachable]
         self._hooked = [t for t in watched.values() if t.requires_grad and t.is_leaf]
 
-    def change(self) -> str | None:
+    def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         """None while the plan may be used; else what is different."""
-        for tensor, address, needs_grad in self._tensors:
-            if tensor.data_ptr() != address:
+        for i, tensor in self._pinned:
+            if leaves[i] is not tensor:
+                return f"batch tensor {i}, which the model or loss_fn holds too, is another one"
+        for tensor, address, stride, needs_grad in self._tensors:
+            if tensor.data_ptr() != address or tensor.stride() != stride:
                 return "a tensor was given other memory"
             if tensor.requires_grad is not needs_grad:
                 return "requires_grad of a tensor changed"

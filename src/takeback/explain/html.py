@@ -291,7 +291,8 @@ section{padding:18px 20px;margin-bottom:16px}
 .scroll{overflow-x:auto}svg{display:block}.scroll>svg{width:100%;min-width:640px;height:auto}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px}.key{display:inline-flex;align-items:center;gap:6px}
 .readout{min-height:20px;font-variant-numeric:tabular-nums}
-rect{stroke:var(--card);stroke-width:.6;stroke-opacity:.7}.scroll rect:hover{stroke:var(--ink);stroke-width:1.6;stroke-opacity:1}
+rect{stroke:var(--card);stroke-width:.6;stroke-opacity:.7}
+.scroll rect:hover{stroke:var(--ink);stroke-width:1.6;stroke-opacity:1}
 .moved{fill:var(--moved)}.overwritten{fill:var(--overwritten)}.packed{fill:var(--packed)}.placed{fill:var(--placed)}
 .recomputed{fill:var(--recomputed)}.copied{fill:var(--copied)}.scratch{fill:var(--scratch)}.passed{fill:var(--passed)}
 .grid{stroke:var(--grid);stroke-width:1}.peak{stroke:var(--ink);stroke-width:1;stroke-dasharray:4 3;pointer-events:none}

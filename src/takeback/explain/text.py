@@ -101,7 +101,7 @@ def peak_position(report: Report) -> int:
 
 
 def at_peak(report: Report) -> list[Entry]:
-    """The values that own bytes of the arena at the peak, largest first. Bytes that change hands there are counted once."""
+    """The values that own bytes of the arena at the peak, largest first; bytes that change hands there count once."""
     position = peak_position(report)
     alive = [
         e
@@ -229,7 +229,7 @@ def _at_peak(report: Report) -> list[str]:
     rows = [(e.value, e.op, short_line(e.line) or "-", e.fate.value, show_bytes(e.size_bytes)) for e in shown]
     header = ("value", "op", "line", "fate", "bytes")
     lines = [_title(f"Largest values at the peak (op {peak_position(report)} of {report.ops})")]
-    lines += _columns([header, *rows], most=(12, 28, 20, 11, 11))
+    lines += _columns([header, *rows], most=(12, 23, 16, 11, 10))
     if len(owners) > len(shown):
         rest = sum(e.size_bytes for e in owners[len(shown) :])
         lines.append(f"and {len(owners) - len(shown):,} smaller ones: {show_bytes(rest)}")

@@ -188,9 +188,12 @@ class _Emitter:
         return lines
 
     def _call(self, target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> str:
-        function = self.names.constant(fastest(target), "f")
+        binding = fastest(target)
+        if any(isinstance(a, tuple) and None in a for a in args):
+            binding = target._op  # index_put's binding takes no None among its indices
+        function = self.names.constant(binding, "f")
         parts = [self.argument(a) for a in args]
-        parts += [f"{k}={self.argument(v)}" for k, v in kwargs.items()]
+        parts += [f"{k}={self.argument(v)}" for k, v in {**_defaults(target, len(args)), **kwargs}.items()]
         return f"{function}({', '.join(parts)})"
 
     def argument(self, arg: Argument) -> str:
@@ -223,6 +226,13 @@ class _Emitter:
             self.prologue.append(f"{name} = look(B[{leaf}], {dtype}, {shape!r}, {stride!r}, {region.offset})")
             self._batch[region] = name
         return self._batch[region]
+
+
+def _defaults(target: Any, given: int) -> dict[str, Argument]:
+    """What the dispatcher dropped because it was the default: a binding may read a default otherwise than the schema
+    (checked on 2.13: `reduction` of the losses is Mean in the schema and None in torch._C._nn)."""
+    rest = target._schema.arguments[given:]
+    return {a.name: a.default_value for a in rest if a.name == "reduction" and a.has_default_value()}
 
 
 def look(

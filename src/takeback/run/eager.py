@@ -11,17 +11,15 @@ from takeback.capture.batch import microbatch
 from takeback.capture.session import split_loss
 
 
-def eager_step(
+def eager_gradients(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
     accumulate: int = 1,
-    clip_norm: float | None = None,
 ) -> torch.Tensor:
-    """zero_grad, forward and backward per microbatch, clip, step. Returns the detached loss; leaves `.grad`."""
+    """zero_grad, then forward and backward per microbatch. Returns the detached loss; gradients are in `.grad`."""
     kwargs = dict(kwargs or {})
     model.zero_grad(set_to_none=True)
     total: torch.Tensor | None = None
@@ -33,8 +31,23 @@ def eager_step(
         loss.backward()
         total = loss.detach() if total is None else total + loss.detach()
         del loss
+    assert total is not None
+    return total
+
+
+def eager_step(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> torch.Tensor:
+    """A whole step: gradients, clip, update. Returns the detached loss and leaves `.grad`."""
+    loss = eager_gradients(model, loss_fn, args, kwargs, accumulate=accumulate)
     if clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
-    assert total is not None
-    return total
+    return loss

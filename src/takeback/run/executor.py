@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scratch
+from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scratch, Special
 from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import Code, HeldValueChanged, generate, look, place, same_value
@@ -55,6 +55,8 @@ class Executor:
         self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
         self._live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
         self._saved = [torch.empty_like(t) for t in self._live]
+        holds = any(op.holds is not None for op in self.program.ops)
+        self._rewound = generators_of(self.program) if holds else ()
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
@@ -105,10 +107,12 @@ class Executor:
         scalars: Sequence[float],
         finish: Callable[[], None] | None = None,
         *,
+        inspect: Callable[[], None] | None = None,
         log: bool = False,
     ) -> None:
         """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
-        own step(). Raises `HeldValueChanged` with everything as before if a held value is another one."""
+        own step(). `inspect` is called before it: what it raises takes the step back. Raises `HeldValueChanged`, with
+        everything as before, if a held value is another one."""
         self._bind_()
         assert self._compute is not None
         assert self._update is not None
@@ -116,6 +120,10 @@ class Executor:
         self._cell.view[0] = -1
         batch = [t.detach() for t in leaves]
         script, mode = self._script, torch.is_grad_enabled()
+        states = [(g, g.get_state()) for g in self._rewound]
+        autocast = torch.is_autocast_enabled("cpu")
+        if autocast:  # the program holds the casts that autocast made; made again, they would be too many
+            torch.set_autocast_enabled("cpu", False)
         undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
         if self._live:
             torch._foreach_copy_(self._saved, self._live)
@@ -124,8 +132,13 @@ class Executor:
         try:
             try:
                 self._compute(batch)
-            except BaseException:
+                if inspect is not None:
+                    inspect()
+            except BaseException as error:
                 with uninterrupted():
+                    if isinstance(error, HeldValueChanged):
+                        for generator, state in states:
+                            generator.set_state(state)
                     torch._C._set_grad_enabled(False)
                     if self._live:
                         torch._foreach_copy_(self._live, self._saved)
@@ -147,6 +160,8 @@ class Executor:
                 self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
                 self.counters.worker_new = native.worker_new
             torch._C._set_grad_enabled(mode)
+            if autocast:
+                torch.set_autocast_enabled("cpu", True)
 
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
@@ -165,6 +180,16 @@ class Executor:
             for position, op in enumerate(self.program.ops)
         )
         return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
+
+
+def generators_of(program: Program) -> tuple[torch.Generator, ...]:
+    """The generators that the step draws from."""
+    found: dict[torch.Generator, None] = {}
+    for op in program.ops:
+        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
+            own = op.kwargs.get("generator")
+            found[own if isinstance(own, torch.Generator) else torch.default_generator] = None
+    return tuple(found)
 
 
 def written_before_update(program: Program) -> list[BufferId]:

@@ -1,14 +1,136 @@
-"""`verify_every`: runs a step compiled, then in eager from the same state, and compares every tensor bit for bit."""
+"""Compares a compiled step with eager, bit for bit: once for every new plan, and every n-th step if asked to.
+
+`eager_digest` runs forward and backward in eager and takes them back; what it saw is kept as checksums, so that it costs
+time once and no memory. `verified` runs whole steps both ways and compares every tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from takeback.errors import VerifyError
-from takeback.run.eager import eager_step
+from takeback.run.eager import eager_gradients, eager_step
+from takeback.run.executor import Executor, generators_of, written_before_update
+
+_ADVICE = (
+    "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or torch "
+    "takes another path while it is recorded, or this is a bug of takeback's: please report it with str(step.report())."
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What eager needs to run the same step."""
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    accumulate: int = 1
+    clip_norm: float | None = None
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Equal bits have equal checksums, and different bits almost never do."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy().data)
+
+
+@contextlib.contextmanager
+def taken_back(executor: Executor) -> Iterator[None]:
+    """Puts back what a forward and backward write besides gradients: statistics and random states."""
+    program = executor.program
+    live = [program.externals[b] for b in written_before_update(program) if b in program.externals]
+    saved = [t.clone() for t in live]
+    states = [(g, g.get_state()) for g in generators_of(program)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, before in zip(live, saved, strict=True):
+                t.copy_(before)
+        for generator, state in states:
+            generator.set_state(state)
+
+
+def eager_digest(recipe: Recipe, executor: Executor) -> dict[str, int]:
+    """Checksums of eager's loss, gradients and statistics for this step, which is then taken back."""
+    parameters = list(recipe.model.parameters())
+    with taken_back(executor), torch.enable_grad():
+        loss = eager_gradients(recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate)
+        found = {"loss": checksum(loss)}
+        found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+        found |= _statistics(executor)
+    for p in parameters:
+        p.grad = None
+    return found
+
+
+def compare(
+    expected: Mapping[str, int], executor: Executor, leaves: Sequence[torch.Tensor], names: Sequence[str]
+) -> None:
+    """Raises `VerifyError` if the step that has just been computed differs from what eager's digest says."""
+    program = executor.program
+    found = {"loss": checksum(executor.tensor(program.loss, leaves))}
+    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items()}
+    found |= _statistics(executor)
+    for key in dict.fromkeys((*expected, *found)):
+        if expected.get(key) != found.get(key):
+            what = f"the gradient of {names[int(key[4:])]}" if key.startswith("grad") else key
+            raise VerifyError(
+                f"a new plan's first step was compared with eager, and {what} has other bits. The step was taken back: "
+                f"model and optimizer are as before it. {_ADVICE}"
+            )
+
+
+def _statistics(executor: Executor) -> dict[str, int]:
+    program = executor.program
+    written = [b for b in written_before_update(program) if b in program.externals]
+    return {program.buffers[b].name: checksum(program.externals[b]) for b in written}
+
+
+def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor) -> Any:
+    """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
+    model, optimizer = recipe.model, recipe.optimizer
+    with torch.no_grad():
+        before = [(t.detach(), t.detach().clone()) for _, t in _tensors(model, optimizer)]
+        with taken_back(executor):
+            out = step()
+            grads = {p: p.grad for p in model.parameters()}
+            compiled = {name: t.detach().clone() for name, t in _tensors(model, optimizer)}
+        for live, old in before:
+            live.copy_(old)
+    del before
+    with torch.enable_grad():
+        expected = eager_step(
+            model,
+            recipe.loss_fn,
+            optimizer,
+            recipe.args,
+            recipe.kwargs,
+            accumulate=recipe.accumulate,
+            clip_norm=recipe.clip_norm,
+        )
+    for p, grad in grads.items():
+        p.grad = grad
+    loss = out[0] if isinstance(out, tuple) else out
+    if not same_bits(loss, expected):
+        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {_KEPT}{_ADVICE}")
+    for name, now in _tensors(model, optimizer):
+        if not same_bits(compiled[name], now.detach()):
+            worst = (compiled[name].double() - now.detach().double()).abs().max().item()
+            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {_KEPT}{_ADVICE}")
+    return out
+
+
+_KEPT = "The model and optimizer hold eager's result. "
 
 
 def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,53 +147,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """torch.equal, with NaN equal to NaN."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(
-        torch.equal(a, b)
-        or (
-            a.is_floating_point()
-            and torch.equal(a.isnan(), b.isnan())
-            and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
-        )
-    )
-
-
-def verified(
-    step: Callable[[], Any],
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    accumulate: int,
-    clip_norm: float | None,
-) -> Any:
-    """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
-    with torch.no_grad():
-        before = [(t.detach(), t.detach().clone()) for _, t in _tensors(model, optimizer)]
-        random = torch.get_rng_state()
-        out = step()
-        loss = out[0] if isinstance(out, tuple) else out
-        compiled = {name: t.detach().clone() for name, t in _tensors(model, optimizer)}
-        for live, old in before:
-            live.copy_(old)
-    del before
-    grads = {p: p.grad for p in model.parameters()}
-    torch.set_rng_state(random)
-    with torch.enable_grad():
-        expected = eager_step(model, loss_fn, optimizer, args, kwargs, accumulate=accumulate, clip_norm=clip_norm)
-    for p, grad in grads.items():
-        p.grad = grad
-    if not same_bits(loss, expected):
-        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {_ADVICE}")
-    for name, now in _tensors(model, optimizer):
-        if not same_bits(compiled[name], now.detach()):
-            worst = (compiled[name].double() - now.detach().double()).abs().max().item()
-            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {_ADVICE}")
-    return out
-
-
-_ADVICE = (
-    "The model and optimizer hold eager's result. Something in the step is not recorded (a clock, a file, Python state "
-    "out of takeback's sight) or this is a bug of takeback's; please report it with the step's report."
-)
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())

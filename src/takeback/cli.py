@@ -1,0 +1,243 @@
+"""The command line: `takeback demo | explain | fit | bench | check`.
+
+Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unknown target or a command of a later version.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import takeback
+from takeback import demo as demos
+from takeback.errors import TakebackError
+from takeback.zoo import CASES, Case, case
+
+app = typer.Typer(
+    help="Compiles a PyTorch training step so that every buffer has one owner.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A model of the zoo (gpt, gpt/small, zoo:resnet/full), or file.py:function or package.module:function, "
+        "where function() returns (model, loss_fn, optimizer, batch).",
+    ),
+]
+
+
+class UnknownTarget(TakebackError):
+    """A target that names nothing; says what there is."""
+
+
+def main() -> None:
+    """The `takeback` command."""
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"takeback {takeback.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Compiles a PyTorch training step so that every buffer has one owner."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="Also write the GPT's report as a page to this file.")] = None,
+    tiny: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Train a small GPT and a small ResNet, in eager and compiled, and compare memory, time and every bit."""
+    with _CleanErrors():
+        equal = demos.run_demo(_console(), steps=steps, out=out, tiny=tiny)
+    if not equal:
+        _fail("takeback did not give eager's bits; please report this with the table above.", code=1)
+
+
+@app.command()
+def explain(
+    target: TargetArgument,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to run first.")] = 3,
+) -> None:
+    """Run a few steps of TARGET and show what lives where, what is copied and why."""
+    with _CleanErrors():
+        subject = load_case(target)
+        step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer)
+        for _ in range(steps):
+            step(*subject.batch)
+        report = step.report()
+    typer.echo(str(report))
+    if html is not None:
+        typer.echo(f"\npage: {report.to_html(html)}")
+    if json is not None:
+        json.write_text(report.to_json(), encoding="utf-8")
+        typer.echo(f"\ndata: {json}")
+
+
+@app.command()
+def fit(
+    target: TargetArgument,
+    memory: Annotated[str, typer.Option(help="How much memory a step may take, such as 24GiB.")],
+) -> None:
+    """Find the largest batch of TARGET that fits; a function of yours is called with the batch size."""
+    with _CleanErrors():
+        make = load_maker(target)
+        largest = takeback.largest_batch(lambda n: _parts(make(n)), memory=memory)
+    typer.echo(f"{target}: a batch of {largest} fits {memory}")
+
+
+@app.command()
+def bench(
+    target: TargetArgument = "gpt/small",
+    rounds: Annotated[int, typer.Option(min=1, help="How many steps of each are timed.")] = 20,
+) -> None:
+    """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
+    with _CleanErrors():
+        result = demos.compare(load_case(target), load_case(target), rounds)
+    console = _console()
+    console.print(demos.comparison_table(f"{target}, {rounds} steps of each in turns", result))
+    console.print(demos.verdict(result))
+
+
+@app.command()
+def check(
+    script: Annotated[Path, typer.Argument(help="A training script.")],
+) -> None:
+    """Run a script and catch unsafe overwrites (in a later version)."""
+    _fail(f"takeback check needs takeback.guard, which comes in a later version; {script} was not run.", code=2)
+
+
+# -- targets -----------------------------------------------------------------------------------------------------
+
+
+def load_case(target: str) -> Case:
+    """The case that TARGET names: of the zoo, or what the user's function returns."""
+    named = _zoo_name(target)
+    if named is not None:
+        return case(named[0], size=named[1])
+    return _as_case(target, _function(target)())
+
+
+def load_maker(target: str) -> Callable[[int], Case]:
+    """TARGET as a function of the batch size."""
+    named = _zoo_name(target)
+    if named is not None:
+        name, size = named
+        return lambda n: case(name, size=size, batch=n)
+    function = _function(target)
+    return lambda n: _as_case(target, function(n))
+
+
+def _zoo_name(target: str) -> tuple[str, str] | None:
+    """(name, size) of a target in the zoo; None if it is a function."""
+    if ":" in target and not target.startswith("zoo:"):
+        return None
+    name, _, size = target.removeprefix("zoo:").partition("/")
+    size = size or "small"
+    if size not in CASES.get(name, ()):
+        known = ", ".join(f"{name}/{size}" for name, sizes in CASES.items() for size in sizes)
+        raise UnknownTarget(
+            f"unknown target {target!r}. The zoo has {known}. For a step of yours, give file.py:function or "
+            "package.module:function."
+        )
+    return name, size
+
+
+def _function(target: str) -> Callable[..., object]:
+    where, _, name = target.rpartition(":")
+    module = _module(target, where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(
+            k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+        )
+        raise UnknownTarget(f"unknown target {target!r}: {where} has no function {name!r}; it has {', '.join(known)}")
+    return function  # type: ignore[no-any-return]
+
+
+def _module(target: str, where: str) -> ModuleType:
+    path = Path(where)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UnknownTarget(f"unknown target {target!r}: there is no file {where}")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        return module
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        found = importlib.util.find_spec(where)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise UnknownTarget(f"unknown target {target!r}: there is no module {where!r}")
+    return importlib.import_module(where)
+
+
+def _as_case(target: str, made: object) -> Case:
+    if isinstance(made, Case):
+        return made
+    if not isinstance(made, tuple) or len(made) != 4:
+        raise UnknownTarget(
+            f"{target} must return (model, loss_fn, optimizer, batch) or a takeback.zoo.Case, got {type(made).__name__}"
+        )
+    model, loss_fn, optimizer, batch = made
+    return Case(target, model, loss_fn, optimizer, tuple(batch) if isinstance(batch, tuple | list) else (batch,))
+
+
+def _parts(made: Case) -> tuple[object, ...]:
+    return made.model, made.loss_fn, made.optimizer, made.batch
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    console.width = min(console.width, 80) if console.is_terminal else 80
+    return console
+
+
+class _CleanErrors:
+    """Errors of takeback end the command with their message, without a traceback."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UnknownTarget):
+            _fail(str(error), code=2)
+        if isinstance(error, TakebackError):
+            _fail(f"{type(error).__name__}: {error}", code=1)
+
+
+def _fail(message: str, *, code: int) -> NoReturn:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message, style="red"))
+    raise typer.Exit(code)
