@@ -354,15 +354,16 @@ def _rows(result: Comparison) -> Iterator[tuple[str, str, str, str]]:
 
 def verdict(result: Comparison) -> Text:
     """What was compared bit for bit, in red where it differs; and what could not be measured, or not well."""
-    text = Text()
-    for name, wrong in result.differences.items():
-        style, word = ("bold red", f"{wrong} DIFFER") if wrong else ("green", "bit-equal")
-        text.append(f"{name}: ").append(word, style=style).append("   ")
-    text.rstrip()
+    lines = []
+    if result.differences:
+        text = Text()
+        for name, wrong in result.differences.items():
+            style, word = ("bold red", f"{wrong} DIFFER") if wrong else ("green", "bit-equal")
+            text.append(f"{name}: ").append(word, style=style).append("   ")
+        text.rstrip()
+        lines.append(text)
     if result.noisy:
-        text.append(
-            "\nThis machine is busy: the same step takes very different times. Trust minima more.", style="yellow"
-        )
+        lines.append(Text("This machine is busy: equal steps take very different times.", style="yellow"))
     if result.eager_memory is None:
-        text.append("\nNo native allocator on this machine: memory and allocations are not measured.", style="yellow")
-    return text
+        lines.append(Text("No native allocator on this machine: memory is not measured.", style="yellow"))
+    return Text("\n").join(lines)

@@ -34,7 +34,7 @@ from takeback.run.commit import uninterrupted
 from takeback.run.executor import Executor, undo_bytes
 from takeback.run.layout import lay_out
 from takeback.run.recording import recorder
-from takeback.run.verify import Recipe, compare, eager_digest, verified
+from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
 
 def compile_step(
@@ -145,9 +145,7 @@ class CompiledStep:
         due = options.verify_every and self._replays % options.verify_every == 0
         if plan.proved and not due:
             return self._replay(plan, leaves)
-        recipe = Recipe(
-            self._model, self._loss_fn, self._optimizer, args, kwargs, options.accumulate, options.clip_norm
-        )
+        recipe = self._recipe(args, kwargs)
         if not plan.proved:
             expected = eager_digest(recipe, plan.executor)
             names = list(plan.names)
@@ -155,6 +153,10 @@ class CompiledStep:
             plan.proved = True
             return out
         return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor)
+
+    def _recipe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+        options = self.options
+        return Recipe(self._model, self._loss_fn, self._optimizer, args, kwargs, options.accumulate, options.clip_norm)
 
     def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
@@ -192,6 +194,7 @@ class CompiledStep:
         )
         self._news.note(key)
         got = capture(subject, args, kwargs, recording=recorder(self._native))
+        prove_recording(self._recipe(args, kwargs), got)
         with uninterrupted():
             self._optimizer.step()
             self._make_plan(key, subject, got, leaves)

@@ -39,11 +39,12 @@ class RandomTrail:
         for generator in dict.fromkeys((torch.default_generator, *generators)):
             state = self._current[generator] = _state(generator)
             self._seen[generator, state] = _Point(0, generator)
+        self._begin = [(generator, generator.get_state()) for generator in self._current]
 
-    @property
-    def generators(self) -> tuple[torch.Generator, ...]:
-        """The generators that the step may draw from."""
-        return tuple(self._current)
+    def rewind_(self) -> None:
+        """Sets every generator back to where the step began."""
+        for generator, state in self._begin:
+            generator.set_state(state)
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""

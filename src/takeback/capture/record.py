@@ -204,8 +204,8 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "profiler":
-            return func(*args, **kwargs)
+        if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
         facts = self._facts.get(func)
         if facts is None:
             facts = self._facts[func] = _facts(func)
@@ -309,6 +309,17 @@ class Recorder(TorchDispatchMode):
             if self.buffers[region.buffer].role.borrowed and region.buffer not in self._undo:
                 whole = self._externals.get(region.buffer, tensor).detach()
                 self._undo[region.buffer] = (whole, whole.clone())
+
+    @property
+    def statistics(self) -> tuple[torch.Tensor, ...]:
+        """What the forward and backward wrote of the user's."""
+        return tuple(tensor for tensor, _ in self._undo.values())
+
+    def rewind_(self) -> None:
+        """Back to before the step: the user's tensors, and where the random generators stood."""
+        self.undo_()
+        if self._random is not None:
+            self._random.rewind_()
 
     def undo_(self) -> None:
         """Puts back what the recorded forward and backward wrote into the user's tensors."""

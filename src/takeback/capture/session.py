@@ -1,7 +1,7 @@
 """Runs the user's step once under the recorder and returns a `Capture`: the program, the guards, and the results.
 
 The forward and backward have run for real when this returns, and gradients lie in `.grad`; nothing of the model or
-optimizer has been changed for good except what the step itself wrote, and `Capture.undo_` takes that back.
+optimizer has been changed for good except what the step itself wrote, and `Capture.rewind_` takes that back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from takeback.capture.batch import map_tensors, microbatch, tensors_of
 from takeback.capture.guards import Guard
 from takeback.capture.leaks import watch_leaks
-from takeback.capture.program import BufferId, Phase, Program, Region, Role
+from takeback.capture.program import Phase, Program, Role
 from takeback.capture.record import AllocatorEvent, Recorder
 from takeback.errors import CaptureError
 
@@ -41,7 +41,8 @@ class Capture:
     aux_form: Any  #: the same with an `AuxSlot` for every tensor
     has_aux: bool
     grad_norm: torch.Tensor | None
-    undo_: Callable[[], None]
+    rewind_: Callable[[], None]  #: takes back what the step wrote and drew, as often as it is called
+    statistics: tuple[torch.Tensor, ...]  #: what the forward and backward wrote of the user's
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def _attempt(
     guard = Guard(model=subject.model, loss_fn=subject.loss_fn)
     for p in subject.parameters:
         p.grad = None
+    torch.clear_autocast_cache()  # casts of the weights made before belong to the step, and must be in the program
     batch = tensors_of((args, kwargs))
     log: Log | None = None
     with contextlib.ExitStack() as stack:
@@ -140,9 +142,7 @@ def _run(
 ) -> tuple[torch.Tensor, Any, bool, torch.Tensor | None]:
     """The eager recipe: forward, backward, sum over microbatches, clip."""
     count = subject.accumulate
-    wanted = [p for p in subject.parameters if p.requires_grad]
-    totals: list[torch.Tensor | None] = [None] * len(wanted)
-    total_loss: torch.Tensor | None = None
+    total: torch.Tensor | None = None
     parts: list[Any] = []
     has_aux = False
     with recorder:
@@ -151,69 +151,27 @@ def _run(
             part_args, part_kwargs = (args, kwargs) if count == 1 else microbatch((args, kwargs), index, count)
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
-            _check_loss(loss, subject)
+            _check_loss(loss, subject, first=index == 0)
             _check_leaves(loss, subject, reachable)
             parts.append(aux)
             scaled = loss if count == 1 else loss / count
             recorder.phase = Phase.BACKWARD
-            grads = _gradients(scaled, wanted)
-            with torch.no_grad():
-                for i, grad in enumerate(grads):
-                    totals[i] = _sum_into(totals[i], grad)
-                detached = scaled.detach()
-                total_loss = detached if total_loss is None else total_loss + detached
-            del loss, out, scaled, grads
+            _backward(scaled)
+            detached = scaled.detach()
+            total = detached if total is None else total + detached
+            del loss, out, scaled
         recorder.phase = Phase.UPDATE
-        for p, g in zip(wanted, totals, strict=True):
-            p.grad = g
-        with torch.no_grad():
-            _own_gradients_(wanted, recorder, tensors_of(parts))
-        norm = None
-        if subject.clip_norm is not None:
-            norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm)
-    assert total_loss is not None
-    return total_loss, (parts[0] if count == 1 else tuple(parts)), has_aux, norm
+        wanted = [p for p in subject.parameters if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
+    assert total is not None
+    return total, (parts[0] if count == 1 else tuple(parts)), has_aux, norm
 
 
-def _sum_into(total: torch.Tensor | None, grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum over microbatches. Out of place here; the plan writes it onto the first contribution."""
-    if total is None or grad is None:
-        return grad if total is None else total
-    return total + grad
-
-
-def _own_gradients_(
-    parameters: Sequence[torch.nn.Parameter], recorder: Recorder, returned: Sequence[torch.Tensor]
-) -> None:
-    """Clipping and some updates write gradients in place: one that is expanded, shared by two parameters, returned as
-    aux, or made of the caller's bytes gets bytes of its own, as AccumulateGrad would give it."""
-    seen = {t.untyped_storage()._cdata for t in returned}
-    for p in parameters:
-        if p.grad is None:
-            continue
-        borrowed = recorder.buffers[recorder.region(p.grad).buffer].role.borrowed
-        # AccumulateGrad's contract: a gradient has the strides of a parameter that is dense, else row-major ones. A norm
-        # sums in memory order, and fused updates walk both in step, so the strides are part of the result.
-        strides = _dense_strides(p)
-        if borrowed or p.grad.untyped_storage()._cdata in seen or not _same_strides(p.grad, strides):
-            p.grad = torch.empty_strided(p.shape, strides, dtype=p.grad.dtype).copy_(p.grad)
-        seen.add(p.grad.untyped_storage()._cdata)
-
-
-def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    region = Region(BufferId(0), parameter.dtype, tuple(parameter.shape), parameter.stride(), 0)
-    return region.stride if region.packed else torch.empty(parameter.shape, device="meta").stride()
-
-
-def _same_strides(grad: torch.Tensor, strides: tuple[int, ...]) -> bool:
-    return all(a == b for a, b, n in zip(grad.stride(), strides, grad.shape, strict=True) if n != 1)
-
-
-def _gradients(loss: torch.Tensor, wanted: list[torch.nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
+def _backward(loss: torch.Tensor) -> None:
     try:
-        return tuple(torch.autograd.grad(loss, wanted, allow_unused=True))
+        loss.backward()
     except RuntimeError as error:
-        if "second time" in str(error) or "does not require grad" in str(error):
+        if "second time" in str(error):
             raise CaptureError(
                 "loss_fn ran the backward itself, so there is nothing left to differentiate. Return the loss; "
                 "takeback runs forward, backward and update."
@@ -234,7 +192,7 @@ def split_loss(out: Any, loss_fn: Callable[..., Any]) -> tuple[Any, Any, bool]:
     )
 
 
-def _check_loss(loss: Any, subject: Subject) -> None:
+def _check_loss(loss: Any, subject: Subject, *, first: bool) -> None:
     name = getattr(subject.loss_fn, "__qualname__", repr(subject.loss_fn))
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"the loss that {name} returned is a {type(loss).__name__}, not a tensor.")
@@ -243,7 +201,7 @@ def _check_loss(loss: Any, subject: Subject) -> None:
             f"the loss that {name} returned has shape {tuple(loss.shape)}; it must be a scalar. "
             f"Reduce it with .mean() or .sum()."
         )
-    if any(p.grad is not None for p in subject.parameters):
+    if first and any(p.grad is not None for p in subject.parameters):
         raise CaptureError(
             f"{name} ran the backward itself (a parameter has a .grad). Return the loss; takeback runs forward, "
             f"backward and update."
@@ -298,6 +256,7 @@ def _settle(
             p.grad = None
         raise _Unsettled(reason)
 
+    torch.clear_autocast_cache()
     escaped = recorder.escaped(keep)
     if escaped is not None:
         where = escaped.site.describe() if escaped.site else "unknown line"
@@ -335,7 +294,7 @@ def _settle(
     )
     counter = iter(range(len(aux_tensors)))
     form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
-    return Capture(program, guard, loss, aux, form, has_aux, norm, recorder.undo_)
+    return Capture(program, guard, loss, aux, form, has_aux, norm, recorder.rewind_, recorder.statistics)
 
 
 @contextlib.contextmanager

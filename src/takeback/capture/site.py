@@ -47,7 +47,8 @@ class Sites:
         if frame is None:
             return None
         site = self._site(frame)
-        self._by_node[torch.autograd._get_sequence_nr() - 1] = site
+        # The first op after a node is made is the node's own; later ones without a node of theirs are not.
+        self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, site)
         return site
 
     def _site(self, frame: FrameType) -> Site:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from takeback.capture.program import Op, Special
+from takeback.capture.program import Op, Region, Special
 from takeback.ownership.facts import COPY, EMPTY, FILL, inplace_overload, out_overload
 from takeback.passes.draft import Overwrites, Placement
 
@@ -48,11 +48,20 @@ def kind_of(op: Op, placement: Placement | None = None) -> Kind:
         return Kind.FILL
     if target in COPY:
         return Kind.COPY
-    if torch.Tag.nondeterministic_seeded not in target.tags and out_overload(target) is not None:
+    if torch.Tag.nondeterministic_seeded not in target.tags and out_overload(target) is not None and not _reduces(op):
         return Kind.OUT
     if isinstance(placement, Overwrites) and inplace_overload(target) is not None:
         return Kind.INSTEAD
     return Kind.ALLOCATE
+
+
+def _reduces(op: Op) -> bool:
+    """A loss with a reduction: all but nll's `out=` kernels first resize the result to the operands' shape (2.13)."""
+    result = op.results[0]
+    assert not isinstance(op.target, Special)
+    schema = op.target._schema
+    named = any(a.name == "reduction" for a in schema.arguments) and not schema.name.startswith("aten::nll_loss")
+    return named and isinstance(result, Region) and not result.shape
 
 
 def fastest(target: torch._ops.OpOverload) -> Callable[..., Any]:

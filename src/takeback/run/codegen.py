@@ -153,7 +153,7 @@ class _Emitter:
             place, number = FILL[target]
             value = number if place is None else op.args[place]
             onto = self.argument(op.results[0])
-            return [f"{onto}.zero_()" if value == 0 and value is not False else f"{onto}.fill_({self.argument(value)})"]
+            return [f"{onto}.zero_()" if place is None and number == 0 else f"{onto}.fill_({self.argument(value)})"]
         if kind is Kind.COPY:
             return [f"{self.argument(op.results[0])}.copy_({self.argument(op.args[0])})"]
         if kind is Kind.OUT:
@@ -263,8 +263,21 @@ def _deaths(layout: Layout) -> dict[int, list[tuple[int, int]]]:
     for position, entries in enumerate(layout.entries):
         for e in entries:
             if e.result is None and e.offset_bytes >= 0:
-                found.setdefault(position, []).append((e.offset_bytes, e.offset_bytes + e.size_bytes))
+                # Scratch that was released inside the op may lie where a result of the op lies now.
+                span = (e.offset_bytes, e.offset_bytes + e.size_bytes)
+                if not any(_overlap(span, r) for r in _results(layout, position)):
+                    found.setdefault(position, []).append(span)
     return found
+
+
+def _results(layout: Layout, position: int) -> list[tuple[int, int]]:
+    program = layout.draft.program
+    buffers = [r.buffer for r in program.ops[position].outputs if r.buffer in layout.offsets]
+    return [(layout.offsets[b], layout.offsets[b] + program.buffers[b].size_bytes) for b in buffers]
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return max(a[0], b[0]) < min(a[1], b[1])
 
 
 def generate(layout: Layout, *, poison: bool = False) -> Code:

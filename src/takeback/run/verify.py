@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from takeback.errors import VerifyError
+from takeback.capture.session import Capture
+from takeback.errors import CaptureError, VerifyError
 from takeback.run.eager import eager_gradients, eager_step
 from takeback.run.executor import Executor, generators_of, written_before_update
 
@@ -88,6 +89,48 @@ def compare(
                 f"a new plan's first step was compared with eager, and {what} has other bits. The step was taken back: "
                 f"model and optimizer are as before it. {_ADVICE}"
             )
+
+
+def prove_recording(recipe: Recipe, got: Capture) -> None:
+    """Runs the recorded forward and backward again without the recorder, and compares. Eager's results are what stays.
+
+    torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way.
+    """
+    parameters = list(recipe.model.parameters())
+
+    def digest(loss: torch.Tensor) -> dict[str, int]:
+        found = {"loss": checksum(loss)}
+        found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+        return found | {f"statistic {i}": checksum(t) for i, t in enumerate(got.statistics)}
+
+    recorded = digest(got.loss)
+    got.rewind_()
+    try:
+        with torch.enable_grad():
+            loss = eager_gradients(
+                recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
+            )
+        if recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
+        torch.clear_autocast_cache()
+        plain = digest(loss)
+        different = [key for key in dict.fromkeys((*plain, *recorded)) if plain.get(key) != recorded.get(key)]
+        if different:
+            names = [name for name, _ in recipe.model.named_parameters()]
+            what = ", ".join(
+                f"the gradient of {names[int(k[4:])]}" if k.startswith("grad") else k for k in different[:3]
+            )
+            raise CaptureError(
+                f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been changed. "
+                f"A step whose results depend on more than its inputs (Python state, a clock) cannot be replayed; and "
+                f"torch computes a few gradients another way while it is recorded (prod, cross_entropy with weight and "
+                f"label_smoothing), where mode 'exact' could not keep eager's bits."
+            )
+    except BaseException:
+        got.rewind_()
+        for p in parameters:
+            p.grad = None
+        raise
 
 
 def _statistics(executor: Executor) -> dict[str, int]:
