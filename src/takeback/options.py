@@ -9,6 +9,8 @@ from pathlib import Path
 
 from takeback.errors import OptionError
 
+_TARGET = re.compile(r"[0-9]+(\.[0-9]+)?\s*(x|[KMGT]i?B|B)", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class Options:
@@ -30,6 +32,11 @@ class Options:
         _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
         _one_of("update", self.update, known=("end", "early"), ready=("end",))
         if self.memory not in ("auto", "keep"):
+            if not isinstance(self.memory, str) or not (self.memory == "min" or _TARGET.fullmatch(self.memory)):
+                raise OptionError(
+                    f"memory must be 'auto', 'min', 'keep', a part of eager's peak such as '0.6x' or a size such as "
+                    f"'12GiB', got {self.memory!r}"
+                )
             raise OptionError(
                 f"memory={self.memory!r} needs recomputation, which this version does not have. Use memory='auto' or "
                 f"memory='keep': both keep every saved value."
@@ -37,6 +44,9 @@ class Options:
         for name in ("scaler", "group"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{name}= is not supported in this version. Leave it at None.")
+        for name in ("keep_grads", "poison"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _whole("accumulate", self.accumulate, least=1)
         _whole("verify_every", self.verify_every, least=0)
         _whole("max_plans", self.max_plans, least=1)

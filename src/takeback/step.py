@@ -19,7 +19,7 @@ import torch
 
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
-from takeback.capture.program import Program
+from takeback.capture.program import Program, Region
 from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.update import Update, disproof, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
@@ -30,7 +30,7 @@ from takeback.passes import Draft, Refusal, run_passes
 from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
-from takeback.run.commit import uninterrupted
+from takeback.run.commit import Gate
 from takeback.run.executor import Executor, undo_bytes
 from takeback.run.layout import lay_out
 from takeback.run.recording import recorder
@@ -128,6 +128,8 @@ class CompiledStep:
         self._news = subjects.NewPlans()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
         leaves, batch_key = take_apart((args, kwargs))
         key = (batch_key, ambient())
         for plan in tuple(self._plans):
@@ -146,13 +148,14 @@ class CompiledStep:
         if plan.proved and not due:
             return self._replay(plan, leaves)
         recipe = self._recipe(args, kwargs)
-        if not plan.proved:
-            expected = eager_digest(recipe, plan.executor)
+        # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
+        if not plan.proved or plan.update is None:
+            expected = eager_digest(recipe, plan.executor, leaves)
             names = list(plan.names)
             out = self._replay(plan, leaves, lambda: compare(expected, plan.executor, leaves, names))
             plan.proved = True
             return out
-        return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor)
+        return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor, leaves)
 
     def _recipe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         options = self.options
@@ -193,10 +196,22 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
         )
         self._news.note(key)
-        got = capture(subject, args, kwargs, recording=recorder(self._native))
-        prove_recording(self._recipe(args, kwargs), got)
-        with uninterrupted():
-            self._optimizer.step()
+        with Gate() as gate:
+            got: Capture | None = None
+            try:
+                gate.open = True
+                got = capture(subject, args, kwargs, recording=recorder(self._native))
+                prove_recording(self._recipe(args, kwargs), got)
+                gate.open = False
+                # From here on the step is being committed, and Ctrl-C waits.
+                self._optimizer.step()
+            except BaseException:
+                gate.open = False
+                if got is not None:
+                    got.rewind_()
+                for p in subject.parameters:
+                    p.grad = None
+                raise
             self._make_plan(key, subject, got, leaves)
             self._drop_grads(subject.parameters)
         self.grad_norm = got.grad_norm
@@ -232,7 +247,7 @@ class CompiledStep:
         executor.run(leaves, scalars, finish, inspect=inspect, log=rehearse)
         program = executor.program
         loss = executor.tensor(program.loss, leaves).clone()
-        aux = [executor.tensor(r, leaves).clone() for r in program.aux]
+        aux = [self._returned(executor, r, leaves) for r in program.aux]
         if program.grad_norm is not None:
             self.grad_norm = executor.tensor(program.grad_norm, leaves).clone()
         for i, p in enumerate(plan.watch.parameters):
@@ -246,6 +261,12 @@ class CompiledStep:
         self._last = plan
         self._news.steady()
         return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
+
+    @staticmethod
+    def _returned(executor: Executor, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor for the caller: a copy of what is in the arena, the very bytes of what is the caller's."""
+        tensor = executor.tensor(region, leaves)
+        return tensor if executor.program.buffers[region.buffer].role.borrowed else tensor.clone()
 
     def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
         """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not

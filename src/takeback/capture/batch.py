@@ -31,8 +31,34 @@ def take_apart(batch: object) -> tuple[list[torch.Tensor], Hashable]:
     return tensors, _walk(batch, tensors)
 
 
+def objects_of(batch: object) -> list[object]:
+    """What a batch holds that is neither tensor nor plain value nor container: compared by identity, so looked into."""
+    found: list[object] = []
+
+    def visit(leaf: object) -> object:
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+            found.append(leaf)
+        return leaf
+
+    map_leaves(batch, _Leaf, visit)
+    return found
+
+
+class _LeafType(type):
+    """Everything that is no container is an instance of `_Leaf`."""
+
+    def __instancecheck__(cls, node: object) -> bool:
+        containers = isinstance(node, Mapping | tuple | list) or type(node) in pytree.SUPPORTED_NODES
+        return not containers and not (dataclasses.is_dataclass(node) and not isinstance(node, type))
+
+
+class _Leaf(metaclass=_LeafType):
+    pass
+
+
 def tensor_key(t: torch.Tensor) -> Hashable:
-    return (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+    strides = t.stride() if t.layout is torch.strided else None
+    return (type(t), t.shape, strides, t.dtype, t.device, t.layout, t.requires_grad)
 
 
 def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:

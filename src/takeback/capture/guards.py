@@ -1,8 +1,8 @@
 """Holds what a recording baked in: the Python values reachable from the model and from loss_fn.
 
-In: the objects a step can read. Out: a `Guard`, a flat list of slots (how to read it, the value it had) that is compared
-before every replay. A slot that changes *during* the recording means that the step keeps state in Python, which a replay
-would drop; the guard names it.
+In: the objects a step can read. Out: a `Guard`, a flat list of slots (how to read it, the value it had), compared
+before every replay. A slot that changes *during* the recording means that the step keeps state in Python, which a
+replay would drop; the guard names it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,25 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import itertools
 import random
 import sys
+import sysconfig
 import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_SCALARS = (
+    *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.memory_format),
+)
+_MOST_ARRAY_BYTES = 1 << 20
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Tables of hooks that torch calls for every module; checked on 2.11 and 2.13.
+GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
 _NOT_WALKED = frozenset(
     (
         *_HOOKS,
@@ -35,16 +44,28 @@ _NOT_WALKED = frozenset(
         "_compiled_call_impl",
     )
 )
-_LIBRARIES = frozenset(("torch", "numpy", *sys.stdlib_module_names)) - {"__main__"}
-_CODE_NOT_READ = _LIBRARIES | {"transformers"}  # its objects are looked at, its thousands of functions are not
+#: Objects of these are not looked into; of these and of Python's own library, neither is the code.
+_OPAQUE = frozenset(
+    ("torch", "numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess")
+)
+_CODE_NOT_READ = _OPAQUE | {"transformers"}
+_STDLIB = sysconfig.get_paths()["stdlib"]
 _MOST_SLOTS = 100_000
 _MISSING = object()
 
 Child = tuple[object, str]
 
 
-def _is_library(module_name: object, known: frozenset[str] = _LIBRARIES) -> bool:
-    return not isinstance(module_name, str) or module_name.partition(".")[0] in known
+def _is_opaque(module_name: object) -> bool:
+    return not isinstance(module_name, str) or module_name.partition(".")[0] in _OPAQUE
+
+
+def _is_library_code(module_name: object) -> bool:
+    if not isinstance(module_name, str) or module_name.partition(".")[0] in _CODE_NOT_READ:
+        return True
+    module = sys.modules.get(module_name)
+    file = getattr(module, "__file__", None) or ("" if module_name == "__main__" else _STDLIB)
+    return file.startswith(_STDLIB) and "site-packages" not in file
 
 
 class Guard:
@@ -58,6 +79,7 @@ class Guard:
         self._lengths: list[tuple[Any, int, str]] = []
         self._sets: list[tuple[Any, frozenset[object], str]] = []
         self._hooks: list[tuple[dict[int, object], str]] = []
+        self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # random number generators that are not torch's
         seen: set[int] = set()
         pending = collections.deque((value, name) for name, value in roots.items())
@@ -90,6 +112,9 @@ class Guard:
             yield from self._function(value, path)
         elif isinstance(value, type):
             yield from self._class(value, path)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_ARRAY_BYTES:
+                self._arrays.append((value, value.tobytes(), path))
         elif (state := _drawer_state(value)) is not None:
             self._drawers.append((value, state, path))
         elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
@@ -120,7 +145,7 @@ class Guard:
             for table in tables:
                 self._lengths.append((attributes[table], len(attributes[table]), f"{path}.{table}"))
                 yield from self._mapping(attributes[table], path, "{}.{}")
-        elif not _is_library(type(value).__module__):
+        elif not _is_opaque(type(value).__module__):
             if isinstance(attributes, dict):
                 self._lengths.append((attributes, len(attributes), path))
                 yield from self._mapping(attributes, path, "{}.{}")
@@ -137,7 +162,7 @@ class Guard:
     def _class(self, value: type, path: str) -> Iterator[Child]:
         """A class of the user's: its attributes are read through its instances, its functions read globals."""
         for base in value.__mro__:
-            if _is_library(base.__module__, _CODE_NOT_READ):
+            if _is_library_code(base.__module__):
                 continue
             for name, item in tuple(vars(base).items()):
                 if isinstance(item, types.FunctionType):
@@ -149,7 +174,7 @@ class Guard:
                     yield from self._attribute(base, name, f"{base.__name__}.{name}")
 
     def _function(self, function: types.FunctionType, path: str) -> Iterator[Child]:
-        if _is_library(function.__module__, _CODE_NOT_READ):
+        if _is_library_code(function.__module__):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
@@ -160,11 +185,12 @@ class Guard:
             yield content, f"variable {name!r} of {path}"
         for name in ("__defaults__", "__kwdefaults__"):
             yield from self._attribute(function, name, f"the defaults of {path}")
+        self._lengths.append((function.__dict__, len(function.__dict__), path))
         yield from self._mapping(function.__dict__, path, "{}.{}")
         for name in sorted(_names(function.__code__)):
             item = function.__globals__.get(name, _MISSING)
             if isinstance(item, types.ModuleType):
-                if not _is_library(item.__name__):
+                if not _is_library_code(item.__name__):
                     yield from self._module(item, function.__code__)
             elif item is not _MISSING and not isinstance(item, types.BuiltinFunctionType):
                 self._items.append((function.__globals__, name, item, f"global {name!r} read by {path}"))
@@ -197,6 +223,9 @@ class Guard:
             now = getattr(container, name, _MISSING)
             if now is not value and not _equal(now, value):
                 return f"{path} was {_show(value)} and is now {_show(now)}"
+        for array, content, path in self._arrays:
+            if array.tobytes() != content:
+                return f"{path} (a numpy array) holds other numbers"
         for container, members, path in self._sets:
             if members != container:
                 return f"{path} has other members"
@@ -211,9 +240,15 @@ class Guard:
         for container, size, _ in self._lengths:
             if isinstance(container, list) and len(container) > size:
                 del container[size:]
+            elif isinstance(container, dict):
+                for key in list(container)[size:]:  # what the step has added comes last
+                    del container[key]
         for container, key, value, _ in self._items:
             if not isinstance(container, tuple) and (key in container if isinstance(container, dict) else True):
                 container[key] = value
+        for array, content, _ in self._arrays:
+            if array.tobytes() != content:
+                array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
         for container, name, value, _ in self._attributes:
             if getattr(container, name, _MISSING) is not value:
                 setattr(container, name, value)
@@ -234,13 +269,20 @@ def _slots(kind: type) -> list[str]:
 
 
 def _drawer_state(value: object) -> object:
+    """Where something stands that gives another value each time it is asked; None if it is no such thing."""
     if isinstance(value, random.Random):
         return value.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
+    if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
-    if numpy is not None and isinstance(value, numpy.random.RandomState):
+    if isinstance(value, np.random.RandomState):
         return repr(value.get_state(legacy=False))
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return repr((frame.f_lasti, frame.f_locals)) if frame is not None else "finished"
+    if hasattr(value, "__next__") and hasattr(value, "__length_hint__"):
+        return value.__length_hint__()
     return None
 
 
@@ -258,9 +300,9 @@ def _show(value: object) -> str:
 
 def hooks_on(model: torch.nn.Module) -> str | None:
     """The first hook that a replay would not call, in words, or None."""
-    for kind in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
-        if getattr(torch.nn.modules.module, f"_global_{kind}", None):
-            return f"a global module hook (global {kind})"
+    for kind in GLOBAL_HOOKS:
+        if getattr(torch.nn.modules.module, kind):
+            return f"a global module hook ({kind[1:]})"
     for name, module in model.named_modules():
         for kind in _HOOKS:
             table = module.__dict__.get(kind)

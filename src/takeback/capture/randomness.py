@@ -28,6 +28,10 @@ def _state(generator: torch.Generator) -> bytes:
     return bytes(generator.get_state().numpy().tobytes())
 
 
+def generator_key(generator: torch.Generator) -> int:
+    return int(generator._cdata)
+
+
 class RandomTrail:
     """The states seen so far, and the save and restore ops that a replay needs."""
 
@@ -36,7 +40,9 @@ class RandomTrail:
         self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
         self._slots: dict[_Point, int] = {}
         self._restores: list[tuple[int, Op]] = []
-        for generator in dict.fromkeys((torch.default_generator, *generators)):
+        # The dispatcher hands a generator over in a new wrapper each time; the thing inside is what counts.
+        self._known = {generator_key(g): g for g in (torch.default_generator, *generators)}
+        for generator in self._known.values():
             state = self._current[generator] = _state(generator)
             self._seen[generator, state] = _Point(0, generator)
         self._begin = [(generator, generator.get_state()) for generator in self._current]
@@ -48,24 +54,24 @@ class RandomTrail:
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""
-        generator = generator if generator is not None else torch.default_generator
-        if generator not in self._current:
+        own = self._known.get(generator_key(generator)) if generator is not None else torch.default_generator
+        if own is None:
             where = f" at {site.describe()}" if site else ""
             raise CaptureError(
-                f"the step draws from a generator{where} that was made inside the step, or is out of takeback's sight. A "
-                f"replay would go on drawing from it instead of making it anew. Make it before the step and keep it "
+                f"the step draws from a generator{where} that was made inside the step, or is out of takeback's sight. "
+                f"A replay would go on drawing from it instead of making it anew. Make it before the step and keep it "
                 f"where loss_fn or the model can be seen to hold it."
             )
-        now = _state(generator)
-        if now != self._current[generator]:
-            self._jump(generator, now, position, site)
-        self._seen.setdefault((generator, now), _Point(position, generator))
+        now = _state(own)
+        if now != self._current[own]:
+            self._jump(own, now, position, site)
+        self._seen.setdefault((own, now), _Point(position, own))
 
     def after(self, generator: torch.Generator | None, position: int) -> None:
         """Called after a random op that ran as the op before `position`."""
-        generator = generator if generator is not None else torch.default_generator
-        state = self._current[generator] = _state(generator)
-        self._seen.setdefault((generator, state), _Point(position, generator))
+        own = self._known[generator_key(generator)] if generator is not None else torch.default_generator
+        state = self._current[own] = _state(own)
+        self._seen.setdefault((own, state), _Point(position, own))
 
     def finish(self, position: int) -> None:
         for generator in tuple(self._current):

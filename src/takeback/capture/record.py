@@ -104,6 +104,7 @@ class Recorder(TorchDispatchMode):
         self.phase = Phase.FORWARD
         self._externals: dict[BufferId, torch.Tensor] = {}
         self._leaves: dict[BufferId, int] = {}
+        self._batch = tuple(batch)
         self._leaf_storages: set[int] = set()
         self._reachable = {t.untyped_storage()._cdata for t in reachable if t.layout is torch.strided}
         self._by_storage: dict[int, BufferId] = {}
@@ -159,7 +160,6 @@ class Recorder(TorchDispatchMode):
             ident, base = leaf
             offset = tensor.storage_offset() - base
         else:
-            self._refuse_unusual(tensor)
             key = tensor.untyped_storage()._cdata
             found = self._by_storage.get(key)
             if found is None and key in self._leaf_storages and key not in self._reachable:
@@ -260,6 +260,7 @@ class Recorder(TorchDispatchMode):
 
     def _describe(self, value: Any, storages: dict[int, torch.Tensor], constant: bool) -> Argument:
         if isinstance(value, torch.Tensor):
+            self._refuse_unusual(value)
             storages[value.untyped_storage()._cdata] = value
             return self._region(value, constant)
         if isinstance(value, list | tuple):
@@ -268,6 +269,7 @@ class Recorder(TorchDispatchMode):
 
     def _result(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
         if isinstance(value, torch.Tensor):
+            self._refuse_unusual(value)
             key = value.untyped_storage()._cdata
             source = storages.get(key)
             if source is not None:
@@ -275,7 +277,6 @@ class Recorder(TorchDispatchMode):
                 if trail is not None:
                     self._leaf_of[value] = trail
             elif key not in self._by_storage or not self._same_storage(value):
-                self._refuse_unusual(value)
                 self._new_buffer(value, Role.INTERNAL)
             return self._region(value)
         if isinstance(value, list | tuple):
@@ -305,10 +306,22 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.UPDATE or not self._real:
             return
         for tensor in mutated:
-            region = self._region(tensor)
-            if self.buffers[region.buffer].role.borrowed and region.buffer not in self._undo:
-                whole = self._externals.get(region.buffer, tensor).detach()
-                self._undo[region.buffer] = (whole, whole.clone())
+            buffer = self._region(tensor).buffer
+            if self.buffers[buffer].role.borrowed and buffer not in self._undo:
+                if buffer in self._leaves:
+                    self._refuse_shared(buffer)
+                whole = self._externals[buffer] if buffer in self._externals else self._batch[self._leaves[buffer]]
+                self._undo[buffer] = (whole.detach(), whole.detach().clone())
+
+    def _refuse_shared(self, buffer: BufferId) -> None:
+        """A write to one batch tensor that shows in another would have to be followed by bytes, not by tensors."""
+        mine = self._batch[self._leaves[buffer]].untyped_storage()._cdata
+        sharing = [t for t in self._batch if t.untyped_storage()._cdata == mine]
+        if len(sharing) > 1 or mine in self._reachable:
+            raise CaptureError(
+                f"the step writes a batch tensor in place{self._at()}, and its memory is shared with another tensor "
+                f"of the batch or of the model. Write to a copy, or pass separate tensors."
+            )
 
     @property
     def statistics(self) -> tuple[torch.Tensor, ...]:

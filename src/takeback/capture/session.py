@@ -7,6 +7,8 @@ optimizer has been changed for good except what the step itself wrote, and `Capt
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from takeback.capture.batch import map_tensors, microbatch, tensors_of
+from takeback.capture.batch import map_tensors, microbatch, objects_of, tensors_of
 from takeback.capture.guards import Guard
 from takeback.capture.leaks import watch_leaks
 from takeback.capture.program import Phase, Program, Role
@@ -89,7 +91,7 @@ def capture(
     real: bool = True,
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
-    first = Guard(model=subject.model, loss_fn=subject.loss_fn)
+    first = _guard(subject, args, kwargs)
     generator_state = torch.default_generator.get_state() if real else None
     try:
         try:
@@ -103,6 +105,10 @@ def capture(
         raise CaptureError(str(unsettled)) from None
 
 
+def _guard(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guard:
+    return Guard(model=subject.model, loss_fn=subject.loss_fn, arguments=tuple(objects_of((args, kwargs))))
+
+
 class _Unsettled(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
@@ -110,7 +116,7 @@ class _Unsettled(Exception):
 def _attempt(
     subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recordings | None, real: bool
 ) -> Capture:
-    guard = Guard(model=subject.model, loss_fn=subject.loss_fn)
+    guard = _guard(subject, args, kwargs)
     for p in subject.parameters:
         p.grad = None
     torch.clear_autocast_cache()  # casts of the weights made before belong to the step, and must be in the program
@@ -179,27 +185,41 @@ def _backward(loss: torch.Tensor) -> None:
         raise
 
 
+def _named(loss_fn: Callable[..., Any]) -> str:
+    """loss_fn's name, with file and line where it has one."""
+    function = inspect.unwrap(loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn)
+    function = getattr(function, "__func__", function)
+    if not hasattr(function, "__code__"):
+        function = vars(type(function)).get("__call__", function)
+    code = getattr(function, "__code__", None)
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
+
+
 def split_loss(out: Any, loss_fn: Callable[..., Any]) -> tuple[Any, Any, bool]:
     """(loss, aux, whether there is aux) of what loss_fn returned."""
     if isinstance(out, tuple) and not hasattr(out, "_fields") and len(out) == 2:
         return out[0], out[1], True
     if isinstance(out, torch.Tensor):
         return out, None, False
-    name = getattr(loss_fn, "__qualname__", repr(loss_fn))
     raise CaptureError(
-        f"{name} returned a {type(out).__name__}; it must return the loss, or (loss, aux). "
+        f"{_named(loss_fn)} returned a {type(out).__name__}; it must return the loss, or (loss, aux). "
         f"A transformers model returns an output object: return its .loss."
     )
 
 
 def _check_loss(loss: Any, subject: Subject, *, first: bool) -> None:
-    name = getattr(subject.loss_fn, "__qualname__", repr(subject.loss_fn))
+    name = _named(subject.loss_fn)
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"the loss that {name} returned is a {type(loss).__name__}, not a tensor.")
     if loss.numel() != 1:
         raise CaptureError(
             f"the loss that {name} returned has shape {tuple(loss.shape)}; it must be a scalar. "
             f"Reduce it with .mean() or .sum()."
+        )
+    if loss.is_complex():
+        raise CaptureError(
+            f"the loss that {name} returned is complex; a loss must be real. Take .abs() or .real of it."
         )
     if first and any(p.grad is not None for p in subject.parameters):
         raise CaptureError(
@@ -229,7 +249,7 @@ def _check_leaves(loss: torch.Tensor, subject: Subject, reachable: Sequence[torc
         if variable is not None and id(variable) in theirs:
             raise CaptureError(
                 f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not a "
-                f"parameter of the model, so it would get no gradient. Make it an nn.Parameter of the model, or detach it."
+                f"parameter of the model, so it would get no gradient. Make it a parameter of the model, or detach it."
             )
         pending.extend(following for following, _ in node.next_functions)
 
@@ -245,8 +265,7 @@ def _settle(
     events: Sequence[AllocatorEvent],
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
-    aux_tensors = [t.detach() for t in tensors_of(aux)]
-    aux = map_tensors(aux, lambda t: t.detach())
+    aux_tensors = tensors_of(aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
     keep = [loss, *aux_tensors, *grads.values(), *([norm] if norm is not None else [])]
 
@@ -275,8 +294,8 @@ def _settle(
     drawn = guard.drawn()
     if drawn is not None:
         refuse(
-            f"the step draws from {drawn}, which is not torch's; a replay would use the first draw for ever. Draw before "
-            f"the step and pass the result in as a tensor, or draw with torch."
+            f"the step keeps state in Python: it draws from {drawn}, and a replay would use the first draw for ever. "
+            f"Draw before the step and pass the result in as a tensor, or draw with torch."
         )
     changed = guard.change()
     if changed is not None:
@@ -292,6 +311,7 @@ def _settle(
         recorder.region(norm) if norm is not None else None,
         events,
     )
+    aux = map_tensors(aux, lambda t: t.detach())
     counter = iter(range(len(aux_tensors)))
     form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
     return Capture(program, guard, loss, aux, form, has_aux, norm, recorder.rewind_, recorder.statistics)

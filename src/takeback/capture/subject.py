@@ -62,12 +62,14 @@ def build(
             f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
             f"loss_fn (values to look at can be returned as aux)."
         )
-    if torch.is_inference_mode_enabled():
-        raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained. Leave it.")
     names = {id(p): name for name, p in model.named_parameters()}
     storages = {p.untyped_storage()._cdata: names[id(p)] for p in model.parameters()}
     for i, leaf in enumerate(leaves):
-        owner = storages.get(leaf.untyped_storage()._cdata) if leaf.layout is torch.strided else None
+        if leaf.layout is not torch.strided:
+            raise CaptureError(
+                f"tensor {i} of the batch has layout {leaf.layout}; takeback plans strided tensors only."
+            )
+        owner = storages.get(leaf.untyped_storage()._cdata)
         if owner is not None:
             raise CaptureError(
                 f"tensor {i} of the batch is the parameter {owner!r}, or a view of it. The update would write it while "

@@ -29,6 +29,12 @@ from takeback.capture.record import Recorder
 
 aten = torch.ops.aten
 
+#: Hooks on every optimizer's step; checked on 2.11 and 2.13.
+_GLOBAL_HOOKS = (
+    torch.optim.optimizer._global_optimizer_pre_hooks,
+    torch.optim.optimizer._global_optimizer_post_hooks,
+)
+
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
 _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
 
@@ -71,8 +77,10 @@ class Update:
 
     def holds(self) -> bool:
         state = self.optimizer.state
-        return self.structure == structure(self.optimizer) and all(
-            state[p].get(name) is value if p in state else False for p, name, value in self.watched
+        return (
+            own_step_reason(self.optimizer) is None
+            and self.structure == structure(self.optimizer)
+            and all(state[p].get(name) is value if p in state else False for p, name, value in self.watched)
         )
 
 
@@ -96,7 +104,7 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
     kind = type(optimizer)
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"{kind.__module__}.{kind.__qualname__} is not one whose update takeback writes out"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(_GLOBAL_HOOKS):
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
         for flag in ("maximize", "amsgrad", "capturable", "differentiable"):

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from takeback.capture.guards import Guard
+from takeback.capture.guards import GLOBAL_HOOKS, Guard
 from takeback.capture.session import Subject
 
 
@@ -44,6 +44,9 @@ class Watch:
 
     def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         """None while the plan may be used; else what is different."""
+        for kind in GLOBAL_HOOKS:
+            if getattr(torch.nn.modules.module, kind):
+                return "there is a global module hook"
         for i, tensor in self._pinned:
             if leaves[i] is not tensor:
                 return f"batch tensor {i}, which the model or loss_fn holds too, is another one"

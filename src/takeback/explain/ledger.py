@@ -139,7 +139,7 @@ def _returned(layout: Layout) -> Iterator[Entry]:
     for b in written:
         buffer = program.buffers[b]
         what = (
-            "the caller's batch, which the step writes," if buffer.role is Role.BATCH else "written before the update"
+            "the caller's batch, which the step writes," if buffer.role is Role.BATCH else "written before the update,"
         )
         reason = f"{what} saved so that an interrupted step can be taken back"
         yield Entry(buffer.name, buffer.size_bytes, Fate.COPIED, "copy_", "", reason)

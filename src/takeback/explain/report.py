@@ -17,7 +17,7 @@ from takeback.capture.program import Program, Role
 from takeback.explain.eager import eager_peak
 from takeback.explain.ledger import Entry, Fate, ledger
 from takeback.passes.draft import Refusal
-from takeback.run.layout import Layout
+from takeback.run.layout import Layout, asks_for_results
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,21 @@ def build_report(
     outside = measured.misses + measured.passed + measured.worker_new if measured else passes
     if measured:
         copied += measured.landed_bytes
+    missed = measured.missed_bytes if measured else 0
+    # What is returned is copied out when the step is over: by then only these values are alive.
+    last = {layout.slots[r.buffer] for r in (*program.returned, *program.grads.values()) if r.buffer in layout.slots}
+    alive_at_end = sum(program.buffers[b].size_bytes for b in last)
+    at_end = returned + kept_grad_bytes + alive_at_end
+    if not placed:
+        outside += sum(
+            len(op.outputs) for op, kind in zip(program.ops, layout.kinds, strict=True) if asks_for_results(kind)
+        )
     notes = []
     if not placed:
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total
-        + layout.arena_bytes
-        + undo_bytes
-        + returned
-        + kept_grad_bytes
-        + (measured.missed_bytes if measured else 0),
+        peak_bytes=total + undo_bytes + max(layout.arena_bytes + missed, at_end),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.lower_bound_bytes,

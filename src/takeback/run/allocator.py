@@ -271,11 +271,8 @@ _load_lock = threading.Lock()
 def _load(cache_dir: Path | None, compiler: str) -> Native | None:
     try:
         flags = _flags()
-        version = _run([compiler, "--version"])
         key = hashlib.sha256(
-            "\n".join(
-                [_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), version, *flags]
-            ).encode()
+            "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), *flags]).encode()
         ).hexdigest()[:24]
         target = (cache_dir or default_cache_dir()) / f"allocator-{key}.so"
         try:

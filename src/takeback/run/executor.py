@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scratch, Special
+from takeback.capture.randomness import generator_key
 from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import Code, HeldValueChanged, generate, look, place, same_value
-from takeback.run.commit import uninterrupted
+from takeback.run.commit import Gate
 from takeback.run.layout import Layout, asks_for_results, lay_out
 
 
@@ -57,6 +58,11 @@ class Executor:
         self._saved = [torch.empty_like(t) for t in self._live]
         holds = any(op.holds is not None for op in self.program.ops)
         self._rewound = generators_of(self.program) if holds else ()
+
+    @property
+    def written_leaves(self) -> Sequence[int]:
+        """Positions of the batch tensors that the user's own code writes."""
+        return self._written_leaves
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
@@ -127,38 +133,41 @@ class Executor:
         undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
         if self._live:
             torch._foreach_copy_(self._saved, self._live)
-        if script is not None:
-            script.enter(log=log)
         try:
-            try:
-                self._compute(batch)
-                if inspect is not None:
-                    inspect()
-            except BaseException as error:
-                with uninterrupted():
-                    if isinstance(error, HeldValueChanged):
-                        for generator, state in states:
-                            generator.set_state(state)
+            with Gate() as gate:
+                try:
+                    if script is not None:
+                        script.enter(log=log)
+                    gate.open = True
+                    self._compute(batch)
+                    if inspect is not None:
+                        inspect()
+                    gate.open = False
+                    # From here on the step is being committed, and Ctrl-C waits.
+                    self._update(scalars)
+                    if finish is not None:
+                        if script is not None:
+                            script.leave()
+                        torch._C._set_grad_enabled(mode)
+                        finish()
+                except BaseException as error:
+                    gate.open = False
                     torch._C._set_grad_enabled(False)
                     if self._live:
                         torch._foreach_copy_(self._live, self._saved)
                     for live, before in undo:
                         live.copy_(before)
-                raise
-            with uninterrupted():
-                self._update(scalars)
-                if finish is not None:
-                    if script is not None:
-                        script.leave()
-                    torch._C._set_grad_enabled(mode)
-                    finish()
+                    if isinstance(error, HeldValueChanged):
+                        for generator, state in states:
+                            generator.set_state(state)
+                    raise
         finally:
             if script is not None:
                 script.leave()
                 native = script.counters
                 self.counters.served, self.counters.passed = native.served, native.passed
                 self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
-                self.counters.worker_new = native.worker_new
+                self.counters.worker_new = native.worker_new + native.worker_passed
             torch._C._set_grad_enabled(mode)
             if autocast:
                 torch.set_autocast_enabled("cpu", True)
@@ -184,12 +193,13 @@ class Executor:
 
 def generators_of(program: Program) -> tuple[torch.Generator, ...]:
     """The generators that the step draws from."""
-    found: dict[torch.Generator, None] = {}
+    found: dict[int, torch.Generator] = {}
     for op in program.ops:
         if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
             own = op.kwargs.get("generator")
-            found[own if isinstance(own, torch.Generator) else torch.default_generator] = None
-    return tuple(found)
+            own = own if isinstance(own, torch.Generator) else torch.default_generator
+            found.setdefault(generator_key(own), own)
+    return tuple(found.values())
 
 
 def written_before_update(program: Program) -> list[BufferId]:

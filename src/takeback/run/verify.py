@@ -1,7 +1,7 @@
 """Compares a compiled step with eager, bit for bit: once for every new plan, and every n-th step if asked to.
 
-`eager_digest` runs forward and backward in eager and takes them back; what it saw is kept as checksums, so that it costs
-time once and no memory. `verified` runs whole steps both ways and compares every tensor.
+`eager_digest` runs forward and backward in eager and takes them back; what it saw is kept as checksums, so that it
+costs time once and no memory. `verified` runs whole steps both ways and compares every tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 
 from takeback.capture.session import Capture
 from takeback.errors import CaptureError, VerifyError
+from takeback.run.commit import Gate
 from takeback.run.eager import eager_gradients, eager_step
 from takeback.run.executor import Executor, generators_of, written_before_update
 
 _ADVICE = (
-    "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or torch "
-    "takes another path while it is recorded, or this is a bug of takeback's: please report it with str(step.report())."
+    "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or this "
+    "is a bug of takeback's: please report it with str(step.report())."
 )
 
 
@@ -45,33 +46,41 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def taken_back(executor: Executor) -> Iterator[None]:
-    """Puts back what a forward and backward write besides gradients: statistics and random states."""
+def taken_back(executor: Executor, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Puts back what a forward and backward write besides gradients: statistics, the batch, random states."""
     program = executor.program
     live = [program.externals[b] for b in written_before_update(program) if b in program.externals]
+    live += [leaves[i].detach() for i in executor.written_leaves]
     saved = [t.clone() for t in live]
     states = [(g, g.get_state()) for g in generators_of(program)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for t, before in zip(live, saved, strict=True):
-                t.copy_(before)
-        for generator, state in states:
-            generator.set_state(state)
+    with Gate() as gate:
+        try:
+            gate.open = True
+            yield
+            gate.open = False
+        finally:
+            gate.open = False
+            with torch.no_grad():
+                for t, before in zip(live, saved, strict=True):
+                    t.copy_(before)
+            for generator, state in states:
+                generator.set_state(state)
 
 
-def eager_digest(recipe: Recipe, executor: Executor) -> dict[str, int]:
+def eager_digest(recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
     """Checksums of eager's loss, gradients and statistics for this step, which is then taken back."""
     parameters = list(recipe.model.parameters())
-    with taken_back(executor), torch.enable_grad():
-        loss = eager_gradients(recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate)
-        found = {"loss": checksum(loss)}
-        found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
-        found |= _statistics(executor)
-    for p in parameters:
-        p.grad = None
-    return found
+    try:
+        with taken_back(executor, leaves), torch.enable_grad():
+            loss = eager_gradients(
+                recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
+            )
+            found = {"loss": checksum(loss)}
+            found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+            return found | _statistics(executor)
+    finally:
+        for p in parameters:
+            p.grad = None
 
 
 def compare(
@@ -121,10 +130,10 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
                 f"the gradient of {names[int(k[4:])]}" if k.startswith("grad") else k for k in different[:3]
             )
             raise CaptureError(
-                f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been changed. "
-                f"A step whose results depend on more than its inputs (Python state, a clock) cannot be replayed; and "
-                f"torch computes a few gradients another way while it is recorded (prod, cross_entropy with weight and "
-                f"label_smoothing), where mode 'exact' could not keep eager's bits."
+                f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been "
+                f"changed. A step whose results depend on more than its inputs (Python state, a clock) cannot be "
+                f"replayed; and torch computes a few gradients another way while it is recorded (prod, cross_entropy "
+                f"with weight and label_smoothing), where mode 'exact' could not keep eager's bits."
             )
     except BaseException:
         got.rewind_()
@@ -139,12 +148,12 @@ def _statistics(executor: Executor) -> dict[str, int]:
     return {program.buffers[b].name: checksum(program.externals[b]) for b in written}
 
 
-def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor) -> Any:
+def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> Any:
     """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
     model, optimizer = recipe.model, recipe.optimizer
     with torch.no_grad():
         before = [(t.detach(), t.detach().clone()) for _, t in _tensors(model, optimizer)]
-        with taken_back(executor):
+        with taken_back(executor, leaves):
             out = step()
             grads = {p: p.grad for p in model.parameters()}
             compiled = {name: t.detach().clone() for name, t in _tensors(model, optimizer)}
