@@ -590,13 +590,13 @@ print("served", script.counters.served)
 """
 
 
-def test_no_compiler_warns_once_and_gives_none() -> None:
+def test_no_compiler_warns_once_and_gives_none(tmp_path: Path) -> None:
     name = "no-such-compiler-takeback"
     with pytest.warns(RuntimeWarning, match=f"no compiler named '{name}'.*Everything works.*Install") as caught:
-        assert allocator.load(compiler=name) is None
+        assert allocator.load(tmp_path, name) is None
     assert len(caught) == 1
     assert Path(caught[0].filename) == Path(__file__)
-    assert allocator.load(compiler=name) is None  # a second warning would be an error here
+    assert allocator.load(tmp_path, name) is None  # a second warning would be an error here
 
 
 def test_failed_compilation_warns_with_what_the_compiler_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

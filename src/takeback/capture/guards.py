@@ -63,8 +63,9 @@ def _is_opaque(module_name: object) -> bool:
 def _is_library_code(module_name: object) -> bool:
     if not isinstance(module_name, str) or module_name.partition(".")[0] in _CODE_NOT_READ:
         return True
-    module = sys.modules.get(module_name)
-    file = getattr(module, "__file__", None) or ("" if module_name == "__main__" else _STDLIB)
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    if file is None:
+        return module_name.partition(".")[0] in sys.builtin_module_names
     return file.startswith(_STDLIB) and "site-packages" not in file
 
 

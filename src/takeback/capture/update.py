@@ -8,6 +8,7 @@ under the recorder, and what torch did must be, op for op and number for number,
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,10 +30,12 @@ from takeback.capture.record import Recorder
 
 aten = torch.ops.aten
 
+optimizer_module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
+
 #: Hooks on every optimizer's step; checked on 2.11 and 2.13.
 _GLOBAL_HOOKS = (
-    torch.optim.optimizer._global_optimizer_pre_hooks,
-    torch.optim.optimizer._global_optimizer_post_hooks,
+    optimizer_module._global_optimizer_pre_hooks,
+    optimizer_module._global_optimizer_post_hooks,
 )
 
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))

@@ -21,8 +21,8 @@ from takeback.run.eager import eager_gradients, eager_step
 from takeback.run.executor import Executor, generators_of, written_before_update
 
 _ADVICE = (
-    "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or this "
-    "is a bug of takeback's: please report it with str(step.report())."
+    "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
+    "this is a bug of takeback's: please report it with str(step.report())."
 )
 
 

@@ -1,0 +1,191 @@
+"""Eager, torch.compile and takeback (mode exact) side by side on the CPU, in one interleaved run.
+
+    python benchmarks/cpu.py [--rounds 12] [--out benchmarks/results/cpu.json]
+
+Fixed sizes: gpt = vocabulary 8192, width 384, 4 layers, 8 x 256 tokens, AdamW fused; resnet = ResNet-50, 8 x 112², SGD
+with momentum. Every round runs one step of each system in turn, so that a slow moment of a shared machine hits all of
+them; ratios are medians of the rounds' own ratios. Peaks are tensor bytes as the allocator saw them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import takeback as tb
+from takeback import zoo
+from takeback.run import allocator
+from takeback.run.eager import eager_step
+
+CASES = {"gpt": ("gpt", "bench"), "resnet": ("resnet", "full")}
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One system on one case."""
+
+    case: str
+    system: str
+    median_s: float
+    minimum_s: float
+    ratio_to_eager: float  #: median over rounds of this system's time over eager's
+    ratio_to_compile: float
+    peak_above_resident_mib: float
+    peak_ratio_to_eager: float
+    requests_to_malloc: int
+    page_faults: float
+    equal_to_eager: bool
+
+
+def compiled_by_inductor(case: zoo.Case) -> Callable[[], torch.Tensor]:
+    loss_fn = torch.compile(case.loss_fn)
+
+    def step() -> torch.Tensor:
+        case.model.zero_grad(set_to_none=True)
+        loss = loss_fn(case.model, *case.batch)
+        loss.backward()
+        case.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def peak_of(step: Callable[[], torch.Tensor], native: allocator.Native) -> tuple[float, int]:
+    """(Most bytes alive during one step above what was alive before it, requests that reached the allocator)."""
+    cell = allocator.Cell()
+    with native.record(cell) as recording:
+        step()
+    level = most = requests = 0
+    sizes: dict[int, int] = {}
+    for event in recording.events:
+        block = int(event["id"])
+        if event["kind"] == allocator.ALLOC:
+            sizes[block] = int(event["size_bytes"])
+            level += sizes[block]
+            requests += 1
+        elif block in sizes:
+            level -= sizes.pop(block)
+        most = max(most, level)
+    return most / MIB, requests
+
+
+def page_faults(step: Callable[[], torch.Tensor], steps: int = 3) -> float:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
+
+
+def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
+    kind, size = CASES[name]
+    native = allocator.load()
+    assert native is not None, "the benchmark measures with the native allocator; it needs g++"
+    cases = {s: zoo.case(kind, size=size) for s in ("eager", "torch.compile", "takeback")}
+    ours = tb.compile_step(cases["takeback"].model, cases["takeback"].loss_fn, cases["takeback"].optimizer)
+    eager = cases["eager"]
+    steps: dict[str, Callable[[], torch.Tensor]] = {
+        "eager": lambda: eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch),
+        "torch.compile": compiled_by_inductor(cases["torch.compile"]),
+        "takeback": lambda: ours(*cases["takeback"].batch),
+    }
+    times: dict[str, list[float]] = {s: [] for s in steps}
+    task = progress.add_task(name, total=rounds + 3)
+    for r in range(rounds + 3):
+        for system, step in steps.items():
+            torch.manual_seed(r)
+            start = time.perf_counter()
+            step()
+            if r >= 3:  # the first three compile, record and rehearse
+                times[system].append(time.perf_counter() - start)
+        progress.advance(task)
+    report = ours.report()
+    above = {s: peak_of(step, native) for s, step in steps.items() if s != "takeback"}
+    above["takeback"] = ((report.peak_bytes - report.resident_bytes) / MIB, report.allocations_per_step)
+    claimed = (report.eager_peak_bytes - report.resident_bytes) / MIB
+    assert abs(claimed - above["eager"][0]) <= 0.01 * above["eager"][0], (claimed, above["eager"])
+    faults = {s: page_faults(step) for s, step in steps.items()}
+    # As many steps on each side by now, but for the recordings above: take one more of those.
+    steps["takeback"]()
+    state, mine = eager.model.state_dict(), cases["takeback"].model.state_dict()
+    equal = all(torch.equal(state[k], mine[k]) for k in state)
+    rows = []
+    for system in steps:
+        ratio = statistics.median(t / e for t, e in zip(times[system], times["eager"], strict=True))
+        to_compile = statistics.median(t / e for t, e in zip(times[system], times["torch.compile"], strict=True))
+        rows.append(
+            Row(
+                name,
+                system,
+                round(statistics.median(times[system]), 4),
+                round(min(times[system]), 4),
+                round(ratio, 3),
+                round(to_compile, 3),
+                round(above[system][0], 2),
+                round(above[system][0] / above["eager"][0], 4),
+                above[system][1],
+                round(faults[system], 1),
+                equal if system == "takeback" else system == "eager",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds per case")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--threads", type=int, default=None, help="torch threads (default: as torch finds them)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    console = Console()
+    with Progress(console=console) as progress:
+        rows = [row for name in arguments.cases for row in measure(name, arguments.rounds, progress)]
+    table = Table(
+        "case", "system", "median s", "min s", "× eager", "× compile", "peak MiB", "× eager", "mallocs", "faults"
+    )
+    for r in rows:
+        table.add_row(
+            r.case, r.system, f"{r.median_s:.3f}", f"{r.minimum_s:.3f}", f"{r.ratio_to_eager:.3f}", f"{r.ratio_to_compile:.3f}",
+            f"{r.peak_above_resident_mib:.1f}", f"{r.peak_ratio_to_eager:.3f}", str(r.requests_to_malloc), f"{r.page_faults:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    if not all(r.equal_to_eager for r in rows if r.system == "takeback"):
+        console.print("[red]takeback's parameters differ from eager's")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "takeback": tb.__version__,
+        "python": platform.python_version(),
+        "rounds": arguments.rounds,
+    }
+    arguments.out.write_text(json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    console.print(f"written to {arguments.out}")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""A small report made by hand, the same on every machine; and one of a zoo case."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+from takeback import compile_step, zoo
+from takeback.capture.program import BufferId, Site
+from takeback.explain.ledger import Entry, Fate
+from takeback.explain.report import Measured, Report
+from takeback.passes.draft import Refusal
+
+MIB = 1 << 20
+
+
+def fixed_report() -> Report:
+    """Three ops: a product, an activation written onto it, a copy; one request that leaves the arena."""
+    line = "/home/somebody/with a/very/long/folder/" + "x" * 60 + "/train.py:66"
+    return Report(
+        peak_bytes=9 * MIB,
+        eager_peak_bytes=12 * MIB,
+        resident_bytes=4 * MIB,
+        lower_bound_bytes=5 * MIB,
+        arena_bytes=5 * MIB,
+        allocations_per_step=2,
+        copied_bytes=MIB + 4,
+        ledger=(
+            Entry("%9", MIB, Fate.MOVED, "clone", line, "eager copies %4 here; its bytes are handed on"),
+            Entry("%5", 2 * MIB, Fate.PLACED, "mm", line, "its bytes are its own", 0, 0, 2),
+            Entry("%6", 2 * MIB, Fate.OVERWRITTEN, "relu", line, "written onto %5, which dies here", 0, 1, 3),
+            Entry("scratch", 2 * MIB, Fate.SCRATCH, "relu", line, "taken inside the op", 2 * MIB, 1, 2),
+            Entry("%7", MIB, Fate.COPIED, "_to_copy", "", "the program converts float32 to bfloat16", 4 * MIB, 1, 3),
+            Entry("scratch", 64, Fate.PASSED, "relu", line, "outlives its op inside torch"),
+            Entry("loss", 4, Fate.COPIED, "clone", "", "returned to the caller, so it must outlive the arena"),
+        ),
+        refusals=(
+            Refusal(
+                "overwrite", "mm", BufferId(5), 2 * MIB, "the operand is read again later", Site(line[:-3], 66, "f")
+            ),
+            Refusal("overwrite", "add", BufferId(8), MIB, "the operand is read again later"),
+            Refusal("plan the update", "MyAdam", BufferId(1), 0, "its step() is not one of torch's"),
+        ),
+        resident={"parameter": 3 * MIB, "batch": MIB},
+        ops=3,
+        eager_peak_at=f"relu {line}",
+        peak_curve=(2 * MIB, 5 * MIB, 3 * MIB),
+        eager_curve=(2 * MIB, 8 * MIB, 4 * MIB, 2 * MIB),
+        measured=Measured(2, 0, 0, 1, 0, 0, 0),
+        placed=True,
+        notes=("a note that is long enough to need a second line because it says a lot about very little",),
+        torch_version="2.0",
+    )
+
+
+def planted(text: str) -> Report:
+    """The fixed report with `text` for every name that comes from the user."""
+    report = fixed_report()
+    site = Site(text, 1, text, text)
+    return dataclasses.replace(
+        report,
+        ledger=tuple(dataclasses.replace(e, value=text, op=text, line=text, reason=text) for e in report.ledger),
+        refusals=tuple(dataclasses.replace(r, op=text, reason=text, decision=text, site=site) for r in report.refusals),
+        resident={text: 1},
+        eager_peak_at=text,
+        notes=(text,),
+        torch_version=text,
+    )
+
+
+@cache
+def zoo_report(name: str) -> Report:
+    """What three steps of a small zoo case report."""
+    case = zoo.case(name)
+    step = compile_step(case.model, case.loss_fn, case.optimizer)
+    for _ in range(3):
+        step(*case.batch)
+    return step.report()

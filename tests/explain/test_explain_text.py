@@ -1,0 +1,138 @@
+"""The report as text: a golden of a fixed report, 80 columns for every model, figures that agree with the ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from expecttest import assert_expected_inline
+from reports import MIB, fixed_report, planted, zoo_report
+
+from takeback.explain.ledger import Entry, Fate
+from takeback.explain.text import at_peak, peak_position, short_line, show_bytes
+
+
+def test_text_of_a_fixed_report() -> None:
+    assert_expected_inline(
+        str(fixed_report()),
+        """\
+                              takeback         eager     ratio
+peak                          9.00 MiB     12.00 MiB     0.75x
+  above resident              5.00 MiB      8.00 MiB     0.62x
+  resident                    4.00 MiB
+    parameter                 3.00 MiB
+    batch                     1.00 MiB
+arena                         5.00 MiB    lower bound 5.00 MiB, 1.00x
+allocations per step                 2    1 returned, 1 inside ops
+copied per step               1.00 MiB
+eager peaks in relu at train.py:66; 3 ops in the plan
+
+-- Fates -----------------------------------------------------------------------
+fate          values       bytes
+moved              1    1.00 MiB   eager copies it; here the bytes are handed on
+overwritten        1    2.00 MiB   written onto an operand that dies
+placed             1    2.00 MiB   has bytes of its own in the arena
+copied             2    1.00 MiB   copied, for the reasons below
+scratch            1    2.00 MiB   taken inside an op, in the arena
+passed             1        64 B   taken inside an op, from malloc
+
+-- Largest values at the peak (op 1 of 3) --------------------------------------
+value    op        line         fate            bytes
+%6       relu      train.py:66  overwritten  2.00 MiB
+scratch  relu      train.py:66  scratch      2.00 MiB
+%7       _to_copy  -            copied       1.00 MiB
+
+-- Copies ----------------------------------------------------------------------
+     1 x    1.00 MiB  the program converts float32 to bfloat16 (%7 by _to_copy)
+     1 x         4 B  returned to the caller, so it must outlive the arena (loss
+                      by clone)
+
+-- Refusals --------------------------------------------------------------------
+     2 x    3.00 MiB  overwrite: the operand is read again later (largest: mm at
+                      train.py:66)
+     1 x         0 B  plan the update: its step() is not one of torch's (MyAdam)
+
+note: a note that is long enough to need a second line because it says a lot
+      about very little""",
+    )
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+def test_text_of_a_zoo_report_fits_80_columns_and_is_plain(name: str) -> None:
+    text = str(zoo_report(name))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.isascii()
+    assert "\x1b" not in text
+    assert "/" not in text.split("-- Fates")[0]
+    assert text == str(zoo_report(name))
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "/a/b c/" * 40 + "f.py:1", "two\nlines\x1b[31m", "", "größer 大"])
+def test_text_fits_80_columns_whatever_the_names(text: str) -> None:
+    lines = str(planted(text)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_text_says_that_nothing_was_replayed_or_counted() -> None:
+    report = fixed_report()
+    assert "predicted" in str(dataclasses.replace(report, measured=None))
+    assert "not counted" in str(dataclasses.replace(report, placed=False))
+
+
+def test_text_of_an_empty_plan() -> None:
+    empty = dataclasses.replace(
+        fixed_report(), ledger=(), refusals=(), peak_curve=(), eager_curve=(), resident={}, notes=(), eager_peak_at=""
+    )
+    assert "Fates" not in str(empty)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+def test_values_at_the_peak_never_own_a_byte_twice(name: str) -> None:
+    report = zoo_report(name)
+    spans = sorted((e.offset_bytes or 0, (e.offset_bytes or 0) + e.size_bytes) for e in at_peak(report))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert sum(end - start for start, end in spans) <= report.arena_bytes
+
+
+def test_bytes_that_change_hands_at_the_peak_belong_to_the_later_value() -> None:
+    assert peak_position(fixed_report()) == 1
+    assert [(e.value, e.fate) for e in at_peak(fixed_report())] == [
+        ("%6", Fate.OVERWRITTEN),
+        ("scratch", Fate.SCRATCH),
+        ("%7", Fate.COPIED),
+    ]
+
+
+def test_refusals_beyond_the_largest_groups_are_summed() -> None:
+    report = fixed_report()
+    many = tuple(dataclasses.replace(report.refusals[0], reason=f"reason {i}", size_bytes=MIB) for i in range(20))
+    assert "and 12 more refused for 12 other reasons: 12.00 MiB" in str(dataclasses.replace(report, refusals=many))
+
+
+def test_every_fate_has_a_meaning() -> None:
+    entries = tuple(Entry("%1", 1, fate, "op", "", "") for fate in Fate)
+    text = str(dataclasses.replace(fixed_report(), ledger=entries))
+    assert all(fate.value in text for fate in Fate)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (MIB - 1, "1.00 MiB"),
+        (MIB, "1.00 MiB"),
+        (5 << 30, "5.00 GiB"),
+        (3 << 40, "3.00 TiB"),
+    ],
+)
+def test_bytes_have_sensible_units(size: int, text: str) -> None:
+    assert show_bytes(size) == text
+
+
+@pytest.mark.parametrize("line", ["/a/b/file.py:66", r"C:\a\file.py:66", "file.py:66"])
+def test_a_line_is_shown_without_its_folder(line: str) -> None:
+    assert short_line(line) == "file.py:66"

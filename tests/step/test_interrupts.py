@@ -1,0 +1,586 @@
+"""A step is done or it is not: an exception or Ctrl-C anywhere leaves the state of a complete step, never half of one.
+
+Threads are here too: steps off the main thread, several at once, and other threads' tensors meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import signal
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from step_twins import Setup, Snapshot, assert_right, assert_same, eager_step, mlp, sgd, snapshot, xy
+from torch import Tensor, nn
+
+import takeback as tb
+from takeback.capture.program import Phase
+from takeback.errors import CaptureError
+from takeback.run import allocator
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Pair:
+    """A compiled step and its eager twin; `advance` takes one step of each and compares everything."""
+
+    def __init__(self, loss_fn: Callable[..., Any] = cross_entropy, optimizer: Callable[..., Any] = adamw) -> None:
+        self.model = normed()
+        self.optimizer = optimizer(self.model)
+        other, _ = copy.deepcopy((self.model, 0))
+        self.twin = Setup(other, cross_entropy, optimizer(other), xy)
+        self.step = tb.compile_step(self.model, loss_fn, self.optimizer)
+        self.taken = 0
+
+    def state(self) -> Snapshot:
+        return snapshot(self.model, self.optimizer)
+
+    def eager(self) -> Snapshot:
+        torch.manual_seed(self.taken)
+        eager_step(self.twin, xy(self.taken))
+        return snapshot(self.twin.model, self.twin.optimizer)
+
+    def advance(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            expected = self.eager()
+            torch.manual_seed(self.taken)
+            self.step(*xy(self.taken))
+            assert_same(self.state(), expected, f"after step {self.taken}")
+            assert all(p.grad is None for p in self.model.parameters())
+            self.taken += 1
+
+    def attempt(self) -> None:
+        torch.manual_seed(self.taken)
+        self.step(*xy(self.taken))
+
+
+class Trap:
+    """Stands in for the allocator's cell, which the generated code sets before every op: acts before the k-th."""
+
+    def __init__(self, view: Any, position: int, action: Callable[[], None]) -> None:
+        self.view, self.position, self.action = view, position, action
+
+    def __setitem__(self, index: int, position: int) -> None:
+        self.view[index] = position
+        if position == self.position:
+            self.position = -2
+            self.action()
+
+
+def set_trap(step: tb.CompiledStep, position: int, action: Callable[[], None]) -> Any:
+    executor = step._plans[0].executor
+    plain = executor._cell.view
+    executor._cell.view = Trap(plain, position, action)
+    executor._generation = -1  # the code is bound anew, to the trap
+    return executor, plain
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fail() -> None:
+    raise MemoryError("no room in this kernel")
+
+
+def run_positions(step: tb.CompiledStep) -> list[tuple[int, Phase]]:
+    executor = step._plans[0].executor
+    return [(i, op.phase) for i, op in enumerate(executor.program.ops) if f"cell[0] = {i}\n" in executor.code.source]
+
+
+@pytest.mark.parametrize("action", [press_ctrl_c, fail], ids=lambda f: f.__name__)
+def test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back(action: Callable[[], None]) -> None:
+    pair = Pair()
+    pair.advance(4)
+    computing = [i for i, phase in run_positions(pair.step) if phase is not Phase.UPDATE]
+    assert len(computing) > 10
+    for position in computing:
+        before = pair.state()
+        executor, plain = set_trap(pair.step, position, action)
+        with pytest.raises((KeyboardInterrupt, MemoryError)):
+            pair.attempt()
+        assert_same(pair.state(), before, f"after an interrupt before op {position}")
+        assert torch.is_grad_enabled()
+        executor._cell.view, executor._generation = plain, -1
+    pair.advance(2)
+
+
+def test_ctrl_c_before_any_op_of_the_update_waits_for_the_commit() -> None:
+    pair = Pair()
+    pair.advance(4)
+    updating = [i for i, phase in run_positions(pair.step) if phase is Phase.UPDATE]
+    assert len(updating) > 10
+    for position in updating[:: len(updating) // 8]:
+        expected = pair.eager()
+        executor, plain = set_trap(pair.step, position, press_ctrl_c)
+        with pytest.raises(KeyboardInterrupt):
+            pair.attempt()
+        assert_same(pair.state(), expected, f"after Ctrl-C before op {position} of the update")
+        executor._cell.view, executor._generation = plain, -1
+        pair.taken += 1
+    pair.advance(2)
+
+
+def interrupted_at_once(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Ctrl-C in the instant between the backward and the commit: just before the gate is shut."""
+    from takeback.run.commit import Gate
+
+    class Interrupted(Gate):
+        pressed = False
+
+        @property
+        def open(self) -> bool:
+            return self._open
+
+        @open.setter
+        def open(self, value: bool) -> None:
+            if not value and getattr(self, "_open", False) and not Interrupted.pressed:
+                Interrupted.pressed = True
+                press_ctrl_c()
+            self._open = value
+
+    monkeypatch.setattr(where, Interrupted)
+
+
+def test_ctrl_c_between_backward_and_update_of_a_replay_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    pair.advance(4)
+    before = pair.state()
+    interrupted_at_once(monkeypatch, "takeback.run.executor.Gate")
+    with pytest.raises(KeyboardInterrupt):
+        pair.attempt()
+    assert_same(pair.state(), before)
+    pair.advance(2)
+
+
+def test_ctrl_c_between_backward_and_update_of_a_recording_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    before = pair.state()
+    interrupted_at_once(monkeypatch, "takeback.step.Gate")
+    with pytest.raises(KeyboardInterrupt):
+        pair.attempt()
+    assert_same(pair.state(), before)
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.advance(3)
+
+
+@pytest.mark.parametrize("where", ["before the forward", "after the forward", "in the backward"])
+@pytest.mark.parametrize("action", [press_ctrl_c, fail], ids=lambda f: f.__name__)
+def test_interrupt_while_recording_takes_the_step_back(where: str, action: Callable[[], None]) -> None:
+    armed = types.MappingProxyType({"now": [True]})
+
+    def act(*args: Any) -> None:
+        if armed["now"][0]:
+            armed["now"][0] = False
+            action()
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if where == "before the forward":
+            act()
+        h = model(x)
+        if where == "after the forward":
+            act()
+        if where == "in the backward":
+            h.register_hook(act)
+        return F.cross_entropy(h, y)
+
+    pair = Pair(loss_fn)
+    before = pair.state()
+    with pytest.raises((KeyboardInterrupt, MemoryError)):
+        pair.attempt()
+    assert_same(pair.state(), before)
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.advance(4)
+
+
+def test_ctrl_c_in_the_update_of_a_recording_waits_for_the_commit() -> None:
+    pair = Pair()
+    handle = pair.optimizer.register_step_pre_hook(lambda *a: press_ctrl_c())
+    expected = pair.eager()
+    with pytest.raises(KeyboardInterrupt):
+        pair.attempt()
+    handle.remove()
+    assert_same(pair.state(), expected)
+    pair.taken += 1
+    pair.advance(3)
+
+
+def test_ctrl_c_in_the_update_of_an_optimizers_own_step_waits_for_the_commit() -> None:
+    pair = Pair(optimizer=lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01))
+    pair.advance(3)
+    handle = pair.optimizer.register_step_post_hook(lambda *a: press_ctrl_c())
+    expected = pair.eager()
+    with pytest.raises(KeyboardInterrupt):
+        pair.attempt()
+    handle.remove()
+    assert_same(pair.state(), expected)
+    pair.taken += 1
+    pair.advance(2)
+
+
+def test_index_out_of_range_in_a_replay_raises_torchs_error_and_takes_the_step_back() -> None:
+    pair = Pair()
+    pair.advance(3)
+    before = pair.state()
+    x, y = xy(3)
+    y[3] = 99
+    with pytest.raises(IndexError, match="Target 99 is out of bounds"):
+        pair.step(x, y)
+    assert_same(pair.state(), before)
+    pair.advance(2)
+
+
+def test_index_out_of_range_in_a_recording_takes_the_step_back() -> None:
+    pair = Pair()
+    before = pair.state()
+    x, y = xy(3)
+    y[3] = 99
+    with pytest.raises(IndexError, match="Target 99 is out of bounds"):
+        pair.step(x, y)
+    assert_same(pair.state(), before)
+    pair.advance(3)
+
+
+def test_embedding_index_out_of_range_in_a_replay_takes_the_step_back() -> None:
+    model = nn.Sequential(nn.Embedding(16, 6), nn.BatchNorm1d(6), nn.Embedding(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(m: Any, a: Tensor, b: Tensor) -> Tensor:
+        return m[1](m[0](a)).sum() + m[2](b).sum()
+
+    step = tb.compile_step(model, loss_fn, optimizer)
+    good = torch.arange(8), torch.arange(8) % 4
+    for _ in range(3):
+        step(*good)
+    before = snapshot(model, optimizer)
+    with pytest.raises(IndexError, match="out of range"):
+        step(good[0], good[1] + 90)
+    assert_same(snapshot(model, optimizer), before)
+    assert before["model.1.num_batches_tracked"].item() == 3
+    step(*good)
+    assert model[1].num_batches_tracked.item() == 4
+
+
+class Moody(torch.optim.Optimizer):
+    """An optimizer whose step() raises, before it has touched anything, when told to."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.broken = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.broken:
+            raise ZeroDivisionError("the optimizer is broken")
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_optimizer_whose_own_step_raises_takes_statistics_back(steps_before: int) -> None:
+    pair = Pair(optimizer=lambda m: Moody(m.parameters()))
+    pair.advance(steps_before)
+    before = pair.state()
+    pair.optimizer.broken = True  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError, match="broken"):
+        pair.attempt()
+    assert_same(pair.state(), before)
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.optimizer.broken = False  # type: ignore[attr-defined]
+    pair.advance(3)
+
+
+def test_ctrl_c_at_any_time_leaves_the_state_of_a_complete_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 4))
+    optimizer = adamw(model)
+    twin_model, _ = copy.deepcopy((model, 0))
+    twin = Setup(twin_model, cross_entropy, adamw(twin_model), xy)
+    states = [snapshot(twin.model, twin.optimizer)]
+    for i in range(40):
+        eager_step(twin, xy(i))
+        states.append(snapshot(twin.model, twin.optimizer))
+    step = tb.compile_step(model, cross_entropy, optimizer)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def press_later(delay: float) -> None:
+        time.sleep(delay)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    step(*xy(0))
+    done = 1
+    for attempt in range(30):
+        presser = threading.Thread(target=press_later, args=((attempt % 10) * 3e-4,))
+        try:
+            presser.start()
+            step(*xy(done))
+            while True:  # the key will be pressed
+                time.sleep(1e-4)
+        except KeyboardInterrupt:
+            pass
+        presser.join()
+        now = snapshot(model, optimizer)
+        done += int(now["model.1.num_batches_tracked"].item() == done + 1)
+        assert_same(now, states[done], f"after Ctrl-C in attempt {attempt}")
+    assert done > 1
+
+
+# -- plans, threads, other steps -----------------------------------------------------------------------------------
+
+
+def test_arena_that_grows_for_a_second_plan_keeps_the_first_right() -> None:
+    def make() -> Setup:
+        model = normed()
+        return Setup(model, cross_entropy, adamw(model), lambda i: xy(i, (8, 8, 64, 64, 8, 64, 8)[i]))
+
+    step = assert_right(make, steps=7)
+    assert len(step._plans) == 2
+
+
+def test_results_kept_from_earlier_steps_do_not_change() -> None:
+    def loss_fn(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out = m(x)
+        return F.cross_entropy(out, y), {"out": out, "view": out[:, 1]}
+
+    model = normed()
+    step = tb.compile_step(model, loss_fn, adamw(model), clip_norm=1.0)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for i in range(5):
+        x, y = xy(i)
+        loss, aux = step(x, y)
+        assert step.grad_norm is not None
+        for t in (loss, step.grad_norm, *aux.values()):
+            kept.append((t, t.clone()))
+            assert not t.requires_grad
+        x.zero_()
+    for t, then in kept:
+        assert torch.equal(t, then)
+
+
+def test_kept_gradients_are_the_users_own() -> None:
+    model = normed()
+    step = tb.compile_step(model, cross_entropy, adamw(model), keep_grads=True)
+    kept = []
+    for i in range(4):
+        step(*xy(i))
+        kept += [(p.grad, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+    assert len(kept) == 4 * len(list(model.parameters()))
+    for t, then in kept[: -len(list(model.parameters()))]:
+        assert torch.equal(t, then)
+
+
+def in_a_thread(work: Callable[[], object]) -> None:
+    """Runs `work` in a thread of its own, and raises here what it raised there."""
+    raised: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if raised:
+        raise raised[0]
+
+
+def test_steps_from_a_thread_that_is_not_the_main_one_are_right() -> None:
+    in_a_thread(lambda: Pair().advance(4))
+
+
+def test_step_recorded_on_one_thread_is_replayed_on_another() -> None:
+    pair = Pair()
+    pair.advance(3)
+    in_a_thread(lambda: pair.advance(2))
+    pair.advance(2)
+
+
+def test_two_compiled_steps_interleaved_are_right() -> None:
+    one, two = Pair(), Pair(optimizer=sgd)
+    for _ in range(5):
+        one.advance()
+        two.advance()
+
+
+def test_two_compiled_steps_on_one_model_interleaved_are_right() -> None:
+    model, other = normed(), normed()
+    optimizer, other_optimizer = sgd(model), sgd(other)
+    doubled = lambda m, x, y: 2 * cross_entropy(m, x, y)  # noqa: E731
+    steps = [tb.compile_step(model, f, optimizer) for f in (cross_entropy, doubled)]
+    for i in range(8):
+        torch.manual_seed(i)
+        eager_step(Setup(other, (cross_entropy, doubled)[i % 2], other_optimizer, xy), xy(i))
+        torch.manual_seed(i)
+        steps[i % 2](*xy(i))
+        assert_same(snapshot(model, optimizer), snapshot(other, other_optimizer), f"after step {i}")
+
+
+def test_two_threads_may_record_and_replay_at_the_same_time() -> None:
+    barrier = types.MappingProxyType({"meet": threading.Barrier(2, timeout=20)})
+    failures: list[BaseException] = []
+
+    def train(model: nn.Module, other: nn.Module) -> None:
+        try:
+            optimizer, other_optimizer = sgd(model), sgd(other)
+
+            def loss_fn(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+                if m is model:
+                    barrier["meet"].wait()  # both record at the same time
+                return cross_entropy(m, x, y)
+
+            step = tb.compile_step(model, loss_fn, optimizer)
+            for i in range(30):
+                eager_step(Setup(other, loss_fn, other_optimizer, xy), xy(i))
+                step(*xy(i))
+                assert_same(snapshot(model, optimizer), snapshot(other, other_optimizer), f"after step {i}")
+        except BaseException as error:
+            failures.append(error)
+            barrier["meet"].abort()
+
+    threads = [threading.Thread(target=train, args=(mlp(i), mlp(i))) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    leftover = [name for name in ("numpy", "tolist") if name in vars(torch.Tensor)]
+    for name in leftover:
+        delattr(torch.Tensor, name)
+    assert not failures, failures
+    assert not leftover, "the recording's watch over Tensor.numpy was left behind"
+
+
+def test_other_threads_tensors_are_unaffected() -> None:
+    stop = threading.Event()
+    bad: list[str] = []
+    rounds = [0]
+
+    def work() -> None:
+        g = torch.Generator().manual_seed(0)
+        while not stop.is_set():
+            a = torch.randn(64, 64, generator=g)
+            b = a @ a
+            if (
+                not torch.equal(b, a @ a)
+                or a.numpy().sum() != a.clone().numpy().sum()
+                or a[0].tolist() != a[0].tolist()
+            ):
+                bad.append("other")
+            rounds[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        Pair().advance(25)
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not bad
+    assert rounds[0] > 0
+
+
+# -- the objects around a step -------------------------------------------------------------------------------------
+
+
+def test_model_and_optimizer_can_be_copied_pickled_and_saved_after_compiling() -> None:
+    pair = Pair()
+    pair.advance(3)
+    model, optimizer = copy.deepcopy((pair.model, pair.optimizer))
+    assert_same(snapshot(model, optimizer), pair.state())
+    assert_same(pickle.loads(pickle.dumps(pair.model)).state_dict(), pair.model.state_dict())
+    file = io.BytesIO()
+    torch.save({"model": pair.model.state_dict(), "optimizer": pair.optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    assert_same(saved["model"], pair.model.state_dict())
+    pair.advance(2)
+
+
+def test_model_trained_by_a_step_can_be_used_and_trained_in_eager_in_between() -> None:
+    pair = Pair()
+    for _ in range(4):
+        pair.advance()
+        pair.model.eval()
+        with torch.no_grad():
+            pair.model(xy(0)[0])
+        pair.model.train()
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.twin.model, pair.twin.optimizer)):
+            torch.manual_seed(5)
+            eager_step(Setup(model, cross_entropy, optimizer, xy), xy(77))
+
+
+def test_gradients_left_by_the_user_are_not_added_and_are_none_after_the_step() -> None:
+    pair = Pair()
+    for _ in range(4):
+        for p in pair.model.parameters():
+            p.grad = torch.ones_like(p)
+        pair.advance()
+
+
+def test_step_that_is_dropped_gives_its_arena_back() -> None:
+    native = allocator.load()
+    if native is None:
+        pytest.skip("no native allocator")
+    gc.collect()
+    before = native._library.tb_arena_count()
+    pair = Pair()
+    pair.advance(4)
+    assert native._library.tb_arena_count() == before + 1
+    gone = weakref.ref(pair.step)
+    model = weakref.ref(pair.model)
+    del pair
+    gc.collect()
+    assert gone() is None
+    assert model() is None
+    assert native._library.tb_arena_count() == before
+
+
+def test_evicted_plan_is_freed() -> None:
+    model = normed()
+    step = tb.compile_step(model, cross_entropy, sgd(model), max_plans=1)
+    step(*xy(0, 4))
+    step(*xy(0, 4))
+    gone = weakref.ref(step._plans[0].executor)
+    step(*xy(0, 8))
+    step(*xy(0, 8))
+    gc.collect()
+    assert gone() is None
+
+
+def test_step_inside_a_step_is_refused_or_right() -> None:
+    inner_model, model = mlp(), mlp(3)
+    inner = tb.compile_step(inner_model, cross_entropy, sgd(inner_model))
+    inner(*xy(0))
+    inner(*xy(0))
+    outer = tb.compile_step(
+        model, lambda m, x, y: cross_entropy(m, x, y) + inner(x.clone(), y), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises((CaptureError, RuntimeError), match=r"inside a recording|step"):
+        outer(*xy(0))

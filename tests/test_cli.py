@@ -1,0 +1,181 @@
+"""Every command of the command line: its help, its answer, and its exit code when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from takeback import __version__, demo
+from takeback.cli import app
+from takeback.run.eager import eager_step
+
+USER_FILE = """
+import torch
+
+def make(rows=4):
+    model = torch.nn.Linear(8, 2)
+    return model, (lambda m, x: m(x).square().mean()), torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(rows, 8)
+
+def reads_values():
+    model = torch.nn.Linear(8, 2)
+    def loss_fn(model, x):
+        model.kept = model(x)
+        return model.kept.mean()
+    return model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), (torch.ones(4, 8),)
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def user_file(tmp_path: Path) -> Path:
+    path = tmp_path / "users_step.py"
+    path.write_text(USER_FILE)
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "COLUMNS": "80", "TERM": "dumb"})
+
+
+@pytest.mark.parametrize("command", ["demo", "explain", "fit", "bench", "check"])
+def test_each_command_has_a_help_text(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+    assert command in run("--help").stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"takeback {__version__}"
+
+
+@pytest.mark.parametrize("target", ["zoo:mlp/small", "mlp/small", "mlp"])
+def test_explain_shows_a_model_of_the_zoo(target: str) -> None:
+    result = run("explain", target)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[1].startswith("peak")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_explain_writes_page_and_data(tmp_path: Path) -> None:
+    page, data = tmp_path / "r.html", tmp_path / "r.json"
+    result = run("explain", "mlp", "--html", str(page), "--json", str(data), "--steps", "1")
+    assert result.exit_code == 0, result.output
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(data.read_text())["ops"] > 0
+
+
+def test_explain_takes_a_function_of_a_file(user_file: Path) -> None:
+    result = run("explain", f"{user_file}:make")
+    assert result.exit_code == 0, result.output
+    assert "users_step.py:6" in result.stdout
+
+
+def test_explain_takes_a_function_of_a_module(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(user_file.parent)
+    assert run("explain", "users_step:make").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("gpt/huge", "gpt/small"),
+        ("zoo:nothing", "resnet/small"),
+        ("no_such_file.py:make", "there is no file no_such_file.py"),
+        ("no_such_module:make", "there is no module 'no_such_module'"),
+        ("{file}:nothing", "make, reads_values, wrong"),
+        ("{file}:wrong", "must return"),
+    ],
+)
+def test_unknown_target_exits_2_and_says_what_there_is(target: str, message: str, user_file: Path) -> None:
+    result = run("explain", target.format(file=user_file))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_error_of_takeback_is_a_message_without_traceback(user_file: Path) -> None:
+    result = run("explain", f"{user_file}:reads_values")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("CaptureError: ")
+    assert "Traceback" not in result.output
+
+
+def test_fit_finds_a_batch(user_file: Path) -> None:
+    result = run("fit", f"{user_file}:make", "--memory", "64KiB")
+    assert result.exit_code == 0, result.output
+    assert "a batch of " in result.stdout
+
+
+def test_fit_refuses_a_memory_it_cannot_read() -> None:
+    result = run("fit", "mlp", "--memory", "a lot")
+    assert result.exit_code == 1
+    assert "a lot" in result.stderr
+
+
+def test_bench_compares_side_by_side() -> None:
+    result = run("bench", "mlp", "--rounds", "3")
+    assert result.exit_code == 0, result.output
+    assert "time, median" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_check_belongs_to_a_later_version() -> None:
+    result = run("check", "train.py")
+    assert result.exit_code == 2
+    assert "later version" in result.stderr
+
+
+def test_demo_ends_with_equal_bits_and_what_to_do_next(tmp_path: Path) -> None:
+    page = tmp_path / "demo.html"
+    result = run("demo", "--tiny", "--steps", "4", "--out", str(page))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("losses: bit-equal   gradients: bit-equal   parameters: bit-equal") == 2
+    assert "takeback.compile_step(" in result.stdout.splitlines()[-1]
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert page.exists()
+
+
+def test_demo_exits_1_where_a_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_check_gradients", lambda lesson, advance: 3)
+    result = run("demo", "--tiny", "--steps", "4")
+    assert result.exit_code == 1
+    assert "gradients: 3 DIFFER" in result.stdout
+
+
+def test_demo_finds_a_loss_and_a_parameter_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sabotaged(model: torch.nn.Module, *rest: object) -> torch.Tensor:
+        loss = eager_step(model, *rest)  # type: ignore[arg-type]
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.01)
+        return loss
+
+    monkeypatch.setattr(demo, "eager_step", sabotaged)
+    result = demo.teach(demo.lessons(tiny=True)[0], 4, lambda text: None)
+    assert all(result.differences.values()), result.differences
+    assert not result.equal
+
+
+def test_demo_works_without_the_native_allocator_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("takeback.run.allocator.load", lambda *_: None)
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        assert demo.run_demo(console, steps=4, tiny=True)
+    assert "not measured" in captured.get()
+    assert "No native allocator on this machine" in captured.get()
