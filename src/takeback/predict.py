@@ -20,7 +20,7 @@ from takeback.capture.update import disproof, own_step_reason, write_update
 from takeback.errors import OptionError
 from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes
-from takeback.passes import Draft, Refusal, run_passes
+from takeback.passes import Draft, Refusal, passes_for, run_passes
 from takeback.run import allocator
 from takeback.run.executor import undo_bytes
 from takeback.run.layout import lay_out
@@ -35,6 +35,7 @@ def predict(
     optimizer: Optimizer,
     *batch: Any,
     mode: str = "exact",
+    memory: str = "auto",
     device: str | None = None,
     gpu: str | None = None,
     accumulate: int = 1,
@@ -48,7 +49,7 @@ def predict(
     A step that asks "am I being traced?" may show another program to fake tensors than it runs; the report of a
     compiled step is the truth.
     """
-    options = Options(mode=mode, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads)
+    options = Options(mode=mode, memory=memory, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads)
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
     subjects.check(model, loss_fn, optimizer)
@@ -81,7 +82,7 @@ def predict(
         program = probe_scratch(program, native, progress)
     keep = options.keep_grads or not planned
     kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-    layout = lay_out(run_passes(Draft(program, kept)))
+    layout = lay_out(run_passes(Draft(program, kept), passes_for(options.memory)))
     grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
     return build_report(
         layout,

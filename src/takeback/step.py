@@ -26,7 +26,7 @@ from takeback.capture.watch import Watch, ambient
 from takeback.errors import CaptureError
 from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
-from takeback.passes import Draft, Refusal, run_passes
+from takeback.passes import Draft, Refusal, passes_for, run_passes
 from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
@@ -228,7 +228,7 @@ class CompiledStep:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-        draft = run_passes(Draft(program, kept))
+        draft = run_passes(Draft(program, kept), passes_for(self.options.memory))
         executor = Executor(lay_out(draft), self._arena, self._native, poison=self.options.poison)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)

@@ -60,4 +60,14 @@ class Draft:
     kept: frozenset[BufferId] = frozenset()
     placements: Mapping[BufferId, Placement] = field(default_factory=dict)
     moves: tuple[Moved, ...] = ()
+    rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
     refusals: tuple[Refusal, ...] = ()
+
+
+def slot_of(draft: Draft, buffer: BufferId) -> BufferId:
+    """Follows overwritings back to the buffer that brought the bytes."""
+    placement = draft.placements.get(buffer)
+    while isinstance(placement, Overwrites):
+        buffer = placement.buffer
+        placement = draft.placements.get(buffer)
+    return buffer

@@ -8,10 +8,16 @@ from takeback.passes.chunk_loss import chunk_loss
 from takeback.passes.draft import Draft
 from takeback.passes.move import move
 from takeback.passes.overwrite import overwrite
+from takeback.passes.recompute import recompute
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Pass, ...] = (move, chunk_loss, overwrite)
+PASSES: tuple[Pass, ...] = (move, chunk_loss, recompute, overwrite)
+
+
+def passes_for(memory: str) -> tuple[Pass, ...]:
+    """The passes for a setting of `memory`: with "keep", nothing is rebuilt."""
+    return tuple(p for p in PASSES if memory != "keep" or p is not recompute)
 
 
 def run_passes(draft: Draft, passes: Sequence[Pass] = PASSES) -> Draft:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from takeback.capture.program import BufferId, Op, Region, show_op
 from takeback.ownership import borrow
 from takeback.ownership.lifetimes import Lifetime, lifetimes
-from takeback.passes.draft import Draft, Overwrites
+from takeback.passes.draft import Draft, Overwrites, slot_of
 from takeback.plan import Item, ItemId, Problem, lower_bound_bytes, solve, validate
 from takeback.run.calls import Kind, kind_of
 
@@ -44,15 +44,6 @@ class Layout:
     arena_bytes: int
     lower_bound_bytes: int
     order: str
-
-
-def slot_of(draft: Draft, buffer: BufferId) -> BufferId:
-    """Follows overwritings back to the buffer that brought the bytes."""
-    placement = draft.placements.get(buffer)
-    while isinstance(placement, Overwrites):
-        buffer = placement.buffer
-        placement = draft.placements.get(buffer)
-    return buffer
 
 
 def asks_for_results(kind: Kind) -> bool:
