@@ -104,6 +104,8 @@ def build_report(
     outside = measured.misses + measured.passed + measured.worker_new if measured else passes
     if measured:
         copied += measured.landed_bytes
+    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
+    alive = layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
     missed = measured.missed_bytes if measured else 0
     # What is returned is copied out when the step is over: by then only these values are alive.
     last = {layout.slots[r.buffer] for r in (*program.returned, *program.grads.values()) if r.buffer in layout.slots}
@@ -118,7 +120,7 @@ def build_report(
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + undo_bytes + max(layout.arena_bytes + missed, at_end),
+        peak_bytes=total + undo_bytes + max(alive + missed, at_end),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.lower_bound_bytes,

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 from takeback.passes.chunk_loss import chunk_loss
 from takeback.passes.draft import Draft
+from takeback.passes.functionalize import functionalize
 from takeback.passes.move import move
 from takeback.passes.overwrite import overwrite
 from takeback.passes.recompute import recompute
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Pass, ...] = (move, chunk_loss, recompute, overwrite)
+PASSES: tuple[Pass, ...] = (functionalize, move, chunk_loss, recompute, overwrite)
 
 
 def passes_for(memory: str) -> tuple[Pass, ...]:

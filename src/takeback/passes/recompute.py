@@ -4,23 +4,26 @@
     rebuild:  v = gelu(h) .. v dies ..         (h is alive anyway)     .. v' = gelu(h); mm(dy, v')
 
 Only pure, deterministic ops that read and write each element about once are run again (pointwise ops, norms, copies),
-with the same kernel on the same operands, so the bits are eager's. Everything that is alive at the peak and can be
+with eager's bits. Everything that is alive at the peak and can be
 rebuilt is dropped together, because chains pay only together; then the next peak is looked at, until it stops falling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from takeback.capture.program import (
+    Argument,
     Buffer,
     BufferId,
     Op,
     Phase,
     Region,
+    Role,
+    Scratch,
     Special,
     map_regions,
     regions,
@@ -51,26 +54,26 @@ class _Rebuild:
 
 def recompute(draft: Draft) -> Draft:
     """Lowers the peak as far as cheap rebuilding goes."""
-    best, best_peak, _ = _peak(draft)
+    best, (best_peak, _) = draft, _peak(draft)
     for _ in range(_MOST_ROUNDS):
-        current, _, at = best, best_peak, _peak(best)[2]
-        rebuilds = _candidates(current, at, int(best_peak * _LEAST_SHARE))
+        rebuilds = _candidates(best, _peak(best)[1], int(best_peak * _LEAST_SHARE))
         if not rebuilds:
             break
-        changed = _apply(current, rebuilds)
-        _, peak, _ = _peak(changed)
+        changed = _apply(best, rebuilds)
+        peak, _ = _peak(changed)
         if peak > best_peak * (1 - _LEAST_GAIN):
             break
         best, best_peak = changed, peak
     return best
 
 
-def _peak(draft: Draft) -> tuple[Draft, int, int]:
+def _peak(draft: Draft) -> tuple[int, int]:
+    """(The most bytes alive, the op where they are), once dying operands are overwritten."""
     placed = overwrite(draft)
     slots = {b: slot_of(placed, b) for b in placed.placements}
     curve = alive_bytes(draft.program, slots, draft.kept)
     at = max(range(len(curve)), key=curve.__getitem__)
-    return draft, curve[at], at
+    return curve[at], at
 
 
 # -- which values ------------------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ def _cheap(op: Op) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if target is aten.native_batch_norm.default:
-        return bool(op.args[5])  # in training it can be run without the running statistics; in eval it writes none
+        return bool(op.args[5])  # see _norm_again; in eval nothing would be gained
     if op.mutates:
         return False
     return target in _NORMS or target in COPY or torch.Tag.pointwise in target.tags
@@ -144,6 +147,8 @@ def _chain(view: _View, buffer: BufferId, at: int, dropped: set[BufferId], budge
     if view.written.get(buffer):
         return None
     op = view.program.ops[made]
+    if op.target is aten.native_batch_norm.default and next(regions(op.results)).buffer != buffer:
+        return None
     chain: list[int] = []
     for region in _read(op):
         if region.buffer not in dropped and view.available(region.buffer, made, at):
@@ -158,10 +163,11 @@ def _chain(view: _View, buffer: BufferId, at: int, dropped: set[BufferId], budge
 
 
 def _read(op: Op) -> Iterator[Region]:
-    """What the rebuilding op reads: a batch norm is run again without its running statistics."""
-    for i, arg in enumerate(op.args):
-        if op.target is aten.native_batch_norm.default and i in (3, 4):
-            continue
+    """What is read to rebuild an op's first result."""
+    if op.target is aten.native_batch_norm.default:
+        yield from regions((*op.args[:3], *op.results[1:]))
+        return
+    for arg in op.args:
         yield from regions(arg)
     for arg in op.kwargs.values():
         yield from regions(arg)
@@ -173,28 +179,38 @@ def _read(op: Op) -> Iterator[Region]:
 def _apply(draft: Draft, rebuilds: list[_Rebuild]) -> Draft:
     program = draft.program
     buffers: dict[BufferId, Buffer] = dict(program.buffers)
-    following = max(int(b) for b in buffers) + 1
     inserted: dict[int, list[Op]] = {}
     renamed: dict[int, dict[BufferId, BufferId]] = {}  # from which position on, which buffer is which
     rebuilt: set[BufferId] = set()
     for each in rebuilds:
         fresh: dict[BufferId, BufferId] = {}
         ops: list[Op] = []
+
+        def new(like: Region, size_bytes: int) -> Region:
+            ident = BufferId(len(buffers))
+            assert ident not in buffers
+            buffers[ident] = Buffer(ident, size_bytes, Role.INTERNAL)
+            return replace(like, buffer=ident)
+
         for position in each.ops:
             op = program.ops[position]
-            for buffer in dict.fromkeys(r.buffer for r in op.outputs):
-                fresh[buffer] = BufferId(following)
-                buffers[fresh[buffer]] = replace(buffers[buffer], id=fresh[buffer])
-                rebuilt.add(fresh[buffer])
-                following += 1
-            ops.append(_again(op, fresh))
+            if op.target is aten.native_batch_norm.default:
+                again = _norm_again(op, buffers, new)
+                copies = {next(regions(op.results)).buffer: next(regions(again[-1].results)).buffer}
+            else:
+                outputs = {r.buffer: r for r in op.outputs}
+                copies = {b: new(r, buffers[b].size_bytes).buffer for b, r in outputs.items()}
+                again = [_again(op, copies)]
+            ops += [_substitute(o, fresh, results=False) for o in again]
+            fresh |= copies
+        rebuilt |= {r.buffer for o in ops for r in o.outputs}
         inserted.setdefault(each.before, []).extend(ops)
         renamed.setdefault(each.before, {})[each.value] = fresh[each.value]
     out: list[Op] = []
     table: dict[BufferId, BufferId] = {}
     for position, op in enumerate(program.ops):
-        for again in inserted.get(position, ()):
-            out.append(_substitute(again, table))
+        for one in inserted.get(position, ()):
+            out.append(_substitute(one, table))
         table.update(renamed.get(position, {}))
         out.append(_substitute(op, table) if table else op)
     return replace(
@@ -204,26 +220,50 @@ def _apply(draft: Draft, rebuilds: list[_Rebuild]) -> Draft:
     )
 
 
-def _again(op: Op, fresh: Mapping[BufferId, BufferId]) -> Op:
-    """The same op with new results; a batch norm without its running statistics, which it must not update twice."""
-    args = op.args
-    if op.target is aten.native_batch_norm.default:
-        args = (*args[:3], None, None, *args[5:])
-    scratch = tuple(replace(s, result=fresh.get(s.result, s.result)) if s.result is not None else s for s in op.scratch)
-    return _substitute(replace(op, args=args, mutates=(), scratch=scratch), fresh)
+def _again(op: Op, copies: Mapping[BufferId, BufferId]) -> Op:
+    """The same op with results of its own."""
+    scratch = tuple(
+        replace(s, result=copies.get(s.result, s.result)) if s.result is not None else s for s in op.scratch
+    )
+    results = map_regions(op.results, lambda r: replace(r, buffer=copies[r.buffer]))
+    assert isinstance(results, tuple)
+    return replace(op, results=results, scratch=scratch)
 
 
-def _substitute(op: Op, table: Mapping[BufferId, BufferId]) -> Op:
+def _norm_again(op: Op, buffers: Mapping[BufferId, Buffer], new: Callable[[Region, int], Region]) -> list[Op]:
+    """A training batch norm's result, from the mean and inverse deviation it saved: one pass, no statistics, and the
+    running ones untouched. With invstd * weight for a weight, 1 for a variance and 0 for eps, the kernel for
+    evaluation scales by the very number that the one for training did (tests/passes/test_recompute.py)."""
+    x, weight, bias = op.args[:3]
+    out, mean, invstd = op.results
+    assert isinstance(out, Region)
+    assert isinstance(invstd, Region)
+    size = buffers[invstd.buffer].size_bytes
+    plain = replace(op, mutates=(), kwargs={}, scratch=(), grad_mode=False)
+    ones = new(invstd, size)
+    ops = [replace(plain, target=aten.ones_like.default, args=(invstd,), results=(ones,))]
+    scale: Argument = invstd
+    if isinstance(weight, Region):
+        scale = new(invstd, size)
+        ops.append(replace(plain, target=aten.mul.Tensor, args=(invstd, weight), results=(scale,)))
+    result = new(out, buffers[out.buffer].size_bytes)
+    nothing = [new(replace(invstd, shape=(0,), stride=(1,)), 0) for _ in range(2)]
+    args = (x, scale, bias, mean, ones, False, 0.0, 0.0)
+    scratch = (Scratch(buffers[out.buffer].size_bytes, 0, None, result.buffer),)
+    ops.append(replace(plain, args=args, results=(result, *nothing), scratch=scratch))
+    return ops
+
+
+def _substitute(op: Op, table: Mapping[BufferId, BufferId], *, results: bool = True) -> Op:
+    """The op with buffers replaced by others: in what it reads and, unless told not to, in what it gives."""
+
     def change(region: Region) -> Region:
         target = table.get(region.buffer)
         return region if target is None else replace(region, buffer=target)
 
     if not table or not any(r.buffer in table for r in (*op.inputs, *op.outputs)):
         return op
-    args, results = map_regions(op.args, change), map_regions(op.results, change)
+    args, given = map_regions(op.args, change), map_regions(op.results, change) if results else op.results
     assert isinstance(args, tuple)
-    assert isinstance(results, tuple)
-    return replace(op, args=args, results=results, kwargs={k: map_regions(v, change) for k, v in op.kwargs.items()})
-
-
-__all__ = ["recompute"]
+    assert isinstance(given, tuple)
+    return replace(op, args=args, results=given, kwargs={k: map_regions(v, change) for k, v in op.kwargs.items()})

@@ -43,6 +43,7 @@ class Layout:
     entries: tuple[tuple[Entry, ...], ...]  #: per op
     arena_bytes: int
     lower_bound_bytes: int
+    alive_bytes: int  #: the lower bound without the padding that alignment adds
     order: str
 
 
@@ -103,6 +104,7 @@ def lay_out(draft: Draft) -> Layout:
         tuple(entries),
         solution.arena_bytes,
         lower_bound_bytes(problem),
+        lower_bound_bytes(Problem(problem.items, alignment_bytes=1)),
         solution.order,
     )
     borrow.check(effects(layout))

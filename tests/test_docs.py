@@ -1,0 +1,137 @@
+"""The README and the pages of docs/ are true: their examples run, their links lead somewhere, their messages exist.
+
+A block marked ```python is run; the blocks of one page share a namespace. A block marked ```text output must be what
+the block before it printed. The messages in the table of docs/guards.md must be found in the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PYTHON, OUTPUT = "python", "text output"
+ANY = "…"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: what is written behind the fence, its first line's number (from 0), and its text."""
+
+    kind: str
+    line: int
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    found: list[Block] = []
+    kind, start = None, 0
+    lines = page.splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("```"):
+            if kind is None:
+                kind, start = line[3:].strip(), i + 1
+            else:
+                found.append(Block(kind, start, "\n".join(lines[start:i])))
+                kind = None
+    assert kind is None, f"the block at line {start} is never closed"
+    return found
+
+
+def run_page(page: str, name: str) -> None:
+    """Runs the Python blocks of a page in order, and compares what they print with the output blocks."""
+    namespace: dict[str, object] = {"__name__": "page"}
+    printed = ""
+    for block in blocks(page):
+        if block.kind == PYTHON:
+            # Under the page's own name and line, so that an error points into the page.
+            code = compile("\n" * block.line + block.text, name, "exec", dont_inherit=True)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(code, namespace)
+            printed = out.getvalue()
+        elif block.kind == OUTPUT:
+            assert printed.rstrip() == block.text.rstrip()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Pages may write files, and use torch's random numbers and threads as they like."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_examples_of_page_run_and_print_what_it_says(page: Path) -> None:
+    run_page(page.read_text(), str(page))
+
+
+def test_readme_has_an_example() -> None:
+    assert any(block.kind == PYTHON for block in blocks((ROOT / "README.md").read_text()))
+
+
+def test_a_wrong_output_is_noticed() -> None:
+    page = "```python\nprint(1)\n```\n```text output\n{}\n```"
+    run_page(page.format(1), "page.md")
+    with pytest.raises(AssertionError):
+        run_page(page.format(2), "page.md")
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.name)
+def test_every_link_and_named_file_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")]
+    assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
+    named = re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.]+)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# -- messages ----------------------------------------------------------------------------------------------------
+
+
+def template(node: ast.JoinedStr | ast.Constant) -> str:
+    """A string of the source as one line, with ... for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else ANY for part in node.values)
+
+
+def messages() -> list[str]:
+    found = []
+    for path in sorted((ROOT / "src" / "takeback").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                found.append(template(node))
+    return found
+
+
+def is_real(message: str, known: list[str]) -> bool:
+    """Whether the message is a part of a known one; its ... stands for whatever is there."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split(ANY)), re.DOTALL)
+    return any(pattern.search(text) for text in known)
+
+
+def test_messages_in_guards_are_those_of_the_source() -> None:
+    rows = re.findall(r"^\| `(?:OptionError: )?([^`]+)` \|", (ROOT / "docs" / "guards.md").read_text(), re.MULTILINE)
+    assert len(rows) > 25
+    known = messages()
+    assert [row for row in rows if not is_real(row, known)] == []
+
+
+def test_a_message_that_is_not_in_the_source_is_noticed() -> None:
+    assert is_real("at least … of", ["there are at least … of them"])
+    assert not is_real("the loss that … returned has form …", messages())
