@@ -10,6 +10,7 @@ them; ratios are medians of the rounds' own ratios. Peaks are tensor bytes as th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import resource
@@ -93,34 +94,37 @@ def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
     kind, size = CASES[name]
     native = allocator.load()
     assert native is not None, "the benchmark measures with the native allocator; it needs g++"
-    cases = {s: zoo.case(kind, size=size) for s in ("eager", "torch.compile", "takeback")}
-    ours = tb.compile_step(cases["takeback"].model, cases["takeback"].loss_fn, cases["takeback"].optimizer)
+    ours = {"takeback": "auto", "takeback keep": "keep"}
+    cases = {s: zoo.case(kind, size=size) for s in ("eager", "torch.compile", *ours)}
+    compiled = {
+        s: tb.compile_step(cases[s].model, cases[s].loss_fn, cases[s].optimizer, memory=memory)
+        for s, memory in ours.items()
+    }
     eager = cases["eager"]
     steps: dict[str, Callable[[], torch.Tensor]] = {
         "eager": lambda: eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch),
         "torch.compile": compiled_by_inductor(cases["torch.compile"]),
-        "takeback": lambda: ours(*cases["takeback"].batch),
+        **{s: functools.partial(step, *cases[s].batch) for s, step in compiled.items()},
     }
     times: dict[str, list[float]] = {s: [] for s in steps}
-    task = progress.add_task(name, total=rounds + 3)
-    for r in range(rounds + 3):
+    task = progress.add_task(name, total=rounds + 4)
+    for r in range(rounds + 4):
         for system, step in steps.items():
             torch.manual_seed(r)
             start = time.perf_counter()
             step()
-            if r >= 3:  # the first three compile, record and rehearse
+            if r >= 4:  # the first ones compile, record, compare with eager and rehearse
                 times[system].append(time.perf_counter() - start)
         progress.advance(task)
-    report = ours.report()
-    above = {s: peak_of(step, native) for s, step in steps.items() if s != "takeback"}
-    above["takeback"] = ((report.peak_bytes - report.resident_bytes) / MIB, report.allocations_per_step)
-    claimed = (report.eager_peak_bytes - report.resident_bytes) / MIB
-    assert abs(claimed - above["eager"][0]) <= 0.01 * above["eager"][0], (claimed, above["eager"])
+    state = eager.model.state_dict()
+    equal = {s: all(torch.equal(v, state[k]) for k, v in cases[s].model.state_dict().items()) for s in ours}
+    above = {s: peak_of(step, native) for s, step in steps.items() if s not in ours}
+    for system, compiled_step in compiled.items():
+        report = compiled_step.report()
+        above[system] = ((report.peak_bytes - report.resident_bytes) / MIB, report.allocations_per_step)
+        claimed = (report.eager_peak_bytes - report.resident_bytes) / MIB
+        assert abs(claimed - above["eager"][0]) <= 0.01 * above["eager"][0], (claimed, above["eager"])
     faults = {s: page_faults(step) for s, step in steps.items()}
-    # As many steps on each side by now, but for the recordings above: take one more of those.
-    steps["takeback"]()
-    state, mine = eager.model.state_dict(), cases["takeback"].model.state_dict()
-    equal = all(torch.equal(state[k], mine[k]) for k in state)
     rows = []
     for system in steps:
         ratio = statistics.median(t / e for t, e in zip(times[system], times["eager"], strict=True))
@@ -137,7 +141,7 @@ def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
                 round(above[system][0] / above["eager"][0], 4),
                 above[system][1],
                 round(faults[system], 1),
-                equal if system == "takeback" else system == "eager",
+                equal.get(system, system == "eager"),
             )
         )
     return rows
@@ -152,19 +156,18 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    console = Console()
+    console = Console(width=120)
     with Progress(console=console) as progress:
         rows = [row for name in arguments.cases for row in measure(name, arguments.rounds, progress)]
-    table = Table(
-        "case", "system", "median s", "min s", "× eager", "× compile", "peak MiB", "× eager", "mallocs", "faults"
-    )
+    heads = ("case", "system", "median s", "min s", "x eager", "x compile", "peak MiB", "x eager", "mallocs", "faults")
+    table = Table(*heads)
     for r in rows:
-        table.add_row(
-            r.case, r.system, f"{r.median_s:.3f}", f"{r.minimum_s:.3f}", f"{r.ratio_to_eager:.3f}", f"{r.ratio_to_compile:.3f}",
-            f"{r.peak_above_resident_mib:.1f}", f"{r.peak_ratio_to_eager:.3f}", str(r.requests_to_malloc), f"{r.page_faults:.0f}",
-        )  # fmt: skip
+        ratios = (f"{r.ratio_to_eager:.3f}", f"{r.ratio_to_compile:.3f}")
+        peak = (f"{r.peak_above_resident_mib:.1f}", f"{r.peak_ratio_to_eager:.3f}")
+        seconds = (f"{r.median_s:.3f}", f"{r.minimum_s:.3f}")
+        table.add_row(r.case, r.system, *seconds, *ratios, *peak, str(r.requests_to_malloc), f"{r.page_faults:.0f}")
     console.print(table)
-    if not all(r.equal_to_eager for r in rows if r.system == "takeback"):
+    if not all(r.equal_to_eager for r in rows if r.system.startswith("takeback")):
         console.print("[red]takeback's parameters differ from eager's")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {

@@ -38,8 +38,8 @@ class Options:
                     f"'12GiB', got {self.memory!r}"
                 )
             raise OptionError(
-                f"memory={self.memory!r} needs recomputation, which this version does not have. Use memory='auto' or "
-                f"memory='keep': both keep every saved value."
+                f"memory={self.memory!r} is not in this version. Use memory='auto', which rebuilds what is cheap to "
+                f"rebuild, or memory='keep', which computes nothing twice."
             )
         for name in ("scaler", "group"):
             if getattr(self, name) is not None:

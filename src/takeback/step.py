@@ -60,7 +60,7 @@ def compile_step(
     is recorded; every later one replays the plan, with eager's bits.
 
     mode          "exact": the same kernels as eager, bit-identical results
-    memory        "auto" or "keep" (this version never recomputes, so they are the same)
+    memory        "auto": what is cheap to rebuild is dropped over the peak; "keep": nothing is computed twice
     update        "end": the optimizer runs after the backward
     accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm

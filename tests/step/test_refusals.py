@@ -518,9 +518,9 @@ def test_report_before_the_first_step_says_so() -> None:
         ({"mode": "fast"}, "mode='fast' is not in this version; use 'exact'"),
         ({"mode": "bogus"}, "mode must be one of 'exact', 'fast', got 'bogus'"),
         ({"mode": None}, "mode must be one of"),
-        ({"memory": "min"}, "memory='min' needs recomputation"),
-        ({"memory": "0.6x"}, "memory='0.6x' needs recomputation"),
-        ({"memory": "12GiB"}, "memory='12GiB' needs recomputation"),
+        ({"memory": "min"}, "memory='min' is not in this version"),
+        ({"memory": "0.6x"}, "memory='0.6x' is not in this version"),
+        ({"memory": "12GiB"}, "memory='12GiB' is not in this version"),
         ({"memory": "bogus"}, "memory.*'bogus'"),
         ({"memory": None}, "memory.*None"),
         ({"update": "early"}, "update='early' is not in this version; use 'end'"),
@@ -553,11 +553,11 @@ def test_bad_option_is_refused_with_name_value_and_choices(options: dict[str, An
     assert isinstance(error.value, ValueError)
 
 
-def test_bogus_memory_is_not_called_recomputation() -> None:
+def test_bogus_memory_is_not_called_a_later_version() -> None:
     model = mlp()
     with pytest.raises(OptionError) as error:
         tb.compile_step(model, cross_entropy, sgd(model), memory="bogus")
-    assert "needs recomputation" not in str(error.value)
+    assert "not in this version" not in str(error.value)
 
 
 def test_accumulate_that_does_not_divide_the_batch_is_refused_with_both_numbers() -> None:

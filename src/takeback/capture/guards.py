@@ -25,7 +25,7 @@ _SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format),
 )
-_MOST_ARRAY_BYTES = 1 << 20
+_MOST_ARRAY_BYTES = 16 << 20  #: of one numpy array; larger ones are held by identity only
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Tables of hooks that torch calls for every module; checked on 2.11 and 2.13.
 GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)

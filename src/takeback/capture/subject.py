@@ -107,9 +107,15 @@ class NewPlans:
             return
         self._warned = True
         varies = _difference(self._keys[-2], self._keys[-1])
+        same = self._keys[-2] == self._keys[-1]
+        advice = (
+            "Pass such a value as a tensor, or change it between steps only."
+            if same
+            else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
+        )
         warnings.warn(
-            f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan runs one step in eager. Pad to a "
-            f"few fixed sizes (buckets), pass numbers as tensors, or raise max_plans.",
+            f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan is recorded and "
+            f"compared with eager, which takes a few steps' time. {advice}",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -72,7 +72,9 @@ def _made(layout: Layout) -> Iterator[Entry]:
             life = layout.alive[buffer]
             placement = layout.draft.placements.get(buffer)
             size = program.buffers[buffer].size_bytes
-            if isinstance(placement, Overwrites):
+            if buffer in layout.draft.rebuilt:
+                fate, reason = Fate.RECOMPUTED, "dropped over the peak and rebuilt here from what is alive anyway"
+            elif isinstance(placement, Overwrites):
                 fate = Fate.OVERWRITTEN
                 reason = f"written onto %{placement.buffer}, which dies here"
                 if op.phase is Phase.BACKWARD and op.name.startswith("add"):

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from takeback.capture.program import Program, Role
+from takeback.capture.program import Op, Phase, Program, Role
 from takeback.explain.eager import eager_peak
 from takeback.explain.ledger import Entry, Fate, ledger
+from takeback.ownership.curve import alive_bytes
 from takeback.passes.draft import Refusal
 from takeback.run.layout import Layout, asks_for_results
 
@@ -131,8 +132,8 @@ def build_report(
         refusals=layout.draft.refusals + refusals,
         resident={k: v for k, v in resident.items() if v},
         ops=len(program.ops),
-        eager_peak_at=f"{top.name} {top.site or ''}".strip() if top else "",
-        peak_curve=_curve(layout),
+        eager_peak_at=_where(top) if top else "",
+        peak_curve=tuple(alive_bytes(program, layout.slots, layout.draft.kept)),
         eager_curve=eager.curve,
         measured=measured,
         placed=placed,
@@ -140,21 +141,6 @@ def build_report(
     )
 
 
-def _curve(layout: Layout) -> tuple[int, ...]:
-    """Bytes of the arena alive during each op: slots, and the op's own scratch."""
-    program = layout.draft.program
-    change = [0] * (len(program.ops) + 1)
-    windows: dict[int, list[int]] = {}
-    for buffer, life in layout.alive.items():
-        window = windows.setdefault(layout.slots[buffer], [life.start, life.end])
-        window[0], window[1] = min(window[0], life.start), max(window[1], life.end)
-    for slot, (start, end) in windows.items():
-        size = program.buffers[layout.slots[slot]].size_bytes  # type: ignore[index]
-        change[start] += size
-        change[end] -= size
-    level, curve = 0, []
-    for position, entries in enumerate(layout.entries):
-        level += change[position]
-        inside = sum(e.size_bytes for e in entries if e.result is None and e.offset_bytes >= 0)
-        curve.append(level + inside)
-    return tuple(curve)
+def _where(op: Op) -> str:
+    place = "in the optimizer's update" if op.phase is Phase.UPDATE else str(op.site or "")
+    return f"{op.name} {place}".strip()

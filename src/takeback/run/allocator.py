@@ -90,7 +90,7 @@ class Arena:
         assert size_bytes >= 0
         handle = library.tb_arena_new(size_bytes)
         if not handle:
-            raise MemoryError(f"cannot map an arena of {size_bytes} bytes; use a smaller batch or memory='min'")
+            raise MemoryError(f"cannot map an arena of {size_bytes} bytes; use a smaller batch")
         self._handle: int = handle
         self.size_bytes = size_bytes
         self.address: int = library.tb_arena_base(handle)

@@ -1,0 +1,87 @@
+"""predict sees the step's peak without running it; largest_batch finds the last size that fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import takeback as tb
+from takeback import zoo
+from takeback.errors import CaptureError, OptionError
+from takeback.options import parse_bytes
+
+
+@pytest.mark.parametrize("memory", ["auto", "keep"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+def test_predicted_peak_above_resident_is_within_one_percent_of_the_compiled_steps(name: str, memory: str) -> None:
+    case = zoo.case(name)
+    said = tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory=memory)
+    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory)
+    for _ in range(4):
+        step(*case.batch)
+    found = step.report()
+    assert said.peak_bytes - said.resident_bytes == pytest.approx(found.peak_bytes - found.resident_bytes, rel=0.01)
+    assert said.eager_peak_bytes == pytest.approx(found.eager_peak_bytes, rel=0.01)
+    assert said.resident_bytes == found.resident_bytes
+    assert said.measured is None
+    assert found.measured is not None
+
+
+def test_prediction_touches_nothing() -> None:
+    case = zoo.case("resnet")
+    before = {k: v.clone() for k, v in case.model.state_dict().items()}
+    random = torch.get_rng_state()
+    tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch)
+    assert all(torch.equal(v, before[k]) for k, v in case.model.state_dict().items())
+    assert not case.optimizer.state
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in case.model.parameters())
+
+
+def test_value_read_into_python_cannot_be_predicted_and_says_so() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(CaptureError, match="reads a tensor's value into Python"):
+        tb.predict(model, lambda m, x: m(x).sum() * float(x.max()), optimizer, torch.randn(2, 4))
+
+
+def test_gpu_prediction_is_refused_plainly() -> None:
+    case = zoo.case("mlp")
+    with pytest.raises(OptionError, match="predicts for the CPU only"):
+        tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, device="cuda")
+
+
+def _make(n: int) -> tuple[Any, ...]:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, lambda m, x: m(x).square().mean(), optimizer, (torch.zeros(n, 64),)
+
+
+@pytest.mark.parametrize("memory", ["400KiB", "1MiB", "3MiB"])
+def test_largest_batch_is_the_last_one_that_fits(memory: str) -> None:
+    found = tb.largest_batch(_make, memory=memory)
+
+    def peak(n: int) -> int:
+        model, loss_fn, optimizer, batch = _make(n)
+        return tb.predict(model, loss_fn, optimizer, *batch).peak_bytes
+
+    assert peak(found) <= parse_bytes(memory) < peak(found + 1)
+
+
+def test_model_that_does_not_fit_at_all_is_an_error_with_both_sizes() -> None:
+    with pytest.raises(OptionError, match=r"a batch of 1 peaks at [\d,]+ bytes, more than 1,024"):
+        tb.largest_batch(_make, memory="1KiB")
+
+
+@pytest.mark.parametrize(("text", "size"), [("24GiB", 24 << 30), ("1.5 MiB", 3 << 19), ("2GB", 2 * 10**9), (77, 77)])
+def test_sizes_are_read(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "12 parsecs", 0, True, None])
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(OptionError, match="a size such as"):
+        parse_bytes(text)
