@@ -1,45 +1,81 @@
 """The command line: `takeback demo | explain | fit | bench | check`.
 
-Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unknown target or a command of a later version.
+Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an argument that cannot be used, or a command of a later
+version.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
 import takeback
 from takeback import demo as demos
 from takeback.errors import TakebackError
 from takeback.zoo import CASES, Case, case
 
+
+class _Command(TyperCommand):
+    """A command whose help shows --help as a plain flag."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
+
+class _Group(TyperGroup):
+    """The same for the command that holds the others."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _plain(super().get_help_option(ctx))
+
+
+def _plain(option: Any) -> Any:
+    if option is not None:
+        option.metavar = FLAG
+    return option
+
+
+FLAG = ""
+"""The metavar of a flag, which takes no value."""
+
 app = typer.Typer(
+    cls=_Group,
     help="Compiles a PyTorch training step so that every buffer has one owner.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+TARGET_HELP = (
+    "A model of the zoo (gpt, gpt/small, zoo:resnet/full), or file.py:function or package.module:function, where "
+)
 TargetArgument = Annotated[
     str,
+    typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}function() returns (model, loss_fn, optimizer, batch)."),
+]
+MakerArgument = Annotated[
+    str,
     typer.Argument(
-        help="A model of the zoo (gpt, gpt/small, zoo:resnet/full), or file.py:function or package.module:function, "
-        "where function() returns (model, loss_fn, optimizer, batch).",
+        metavar="TARGET",
+        help=f"{TARGET_HELP}function(n) returns (model, loss_fn, optimizer, batch) with a batch of n.",
     ),
 ]
 
 
-class UnknownTarget(TakebackError):
-    """A target that names nothing; says what there is."""
+class BadArgument(TakebackError):
+    """A target that names nothing, or a file that cannot be written; says what there is."""
 
 
 def main() -> None:
@@ -56,13 +92,16 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar=FLAG, callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Compiles a PyTorch training step so that every buffer has one owner."""
 
 
-@app.command()
+@app.command(cls=_Command)
 def demo(
     steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = 20,
     out: Annotated[Path | None, typer.Option(help="Also write the GPT's report as a page to this file.")] = None,
@@ -70,12 +109,13 @@ def demo(
 ) -> None:
     """Train a small GPT and a small ResNet, in eager and compiled, and compare memory, time and every bit."""
     with _CleanErrors():
+        _check_writable(out)
         equal = demos.run_demo(_console(), steps=steps, out=out, tiny=tiny)
     if not equal:
         _fail("takeback did not give eager's bits; please report this with the table above.", code=1)
 
 
-@app.command()
+@app.command(cls=_Command)
 def explain(
     target: TargetArgument,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
@@ -84,6 +124,7 @@ def explain(
 ) -> None:
     """Run a few steps of TARGET and show what lives where, what is copied and why."""
     with _CleanErrors():
+        _check_writable(html, json)
         subject = load_case(target)
         step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer)
         for _ in range(steps):
@@ -97,19 +138,19 @@ def explain(
         typer.echo(f"\ndata: {json}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def fit(
-    target: TargetArgument,
+    target: MakerArgument,
     memory: Annotated[str, typer.Option(help="How much memory a step may take, such as 24GiB.")],
 ) -> None:
-    """Find the largest batch of TARGET that fits; a function of yours is called with the batch size."""
+    """Find the largest batch of TARGET that fits; a function of yours is called as function(n), n the batch size."""
     with _CleanErrors():
         make = load_maker(target)
         largest = takeback.largest_batch(lambda n: _parts(make(n)), memory=memory)
     typer.echo(f"{target}: a batch of {largest} fits {memory}")
 
 
-@app.command()
+@app.command(cls=_Command)
 def bench(
     target: TargetArgument = "gpt/small",
     rounds: Annotated[int, typer.Option(min=1, help="How many steps of each are timed.")] = 20,
@@ -122,9 +163,9 @@ def bench(
     console.print(demos.verdict(result))
 
 
-@app.command()
+@app.command(cls=_Command)
 def check(
-    script: Annotated[Path, typer.Argument(help="A training script.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.")],
 ) -> None:
     """Run a script and catch unsafe overwrites (in a later version)."""
     _fail(f"takeback check needs takeback.guard, which comes in a later version; {script} was not run.", code=2)
@@ -138,7 +179,9 @@ def load_case(target: str) -> Case:
     named = _zoo_name(target)
     if named is not None:
         return case(named[0], size=named[1])
-    return _as_case(target, _function(target)())
+    function = _function(target)
+    _check_call(target, function, "function()")
+    return _as_case(target, function())
 
 
 def load_maker(target: str) -> Callable[[int], Case]:
@@ -148,6 +191,7 @@ def load_maker(target: str) -> Callable[[int], Case]:
         name, size = named
         return lambda n: case(name, size=size, batch=n)
     function = _function(target)
+    _check_call(target, function, "function(n)", 1)
     return lambda n: _as_case(target, function(n))
 
 
@@ -155,11 +199,13 @@ def _zoo_name(target: str) -> tuple[str, str] | None:
     """(name, size) of a target in the zoo; None if it is a function."""
     if ":" in target and not target.startswith("zoo:"):
         return None
+    if target.endswith(".py"):
+        raise BadArgument(f"{target} needs a function: {target}:make")
     name, _, size = target.removeprefix("zoo:").partition("/")
     size = size or "small"
     if size not in CASES.get(name, ()):
         known = ", ".join(f"{name}/{size}" for name, sizes in CASES.items() for size in sizes)
-        raise UnknownTarget(
+        raise BadArgument(
             f"unknown target {target!r}. The zoo has {known}. For a step of yours, give file.py:function or "
             "package.module:function."
         )
@@ -168,21 +214,39 @@ def _zoo_name(target: str) -> tuple[str, str] | None:
 
 def _function(target: str) -> Callable[..., object]:
     where, _, name = target.rpartition(":")
+    if not name:
+        raise BadArgument(f"{where} needs a function: {where}:make")
     module = _module(target, where)
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(
             k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
         )
-        raise UnknownTarget(f"unknown target {target!r}: {where} has no function {name!r}; it has {', '.join(known)}")
+        has = f"; it has {', '.join(known)}" if known else ""
+        raise BadArgument(f"unknown target {target!r}: {where} has no function {name!r}{has}")
     return function  # type: ignore[no-any-return]
+
+
+def _check_call(target: str, function: Callable[..., object], form: str, *arguments: object) -> None:
+    """Raises if the function cannot be called with these arguments, before it is called."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin need not say
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise BadArgument(
+            f"{target} cannot be called as {form}: {error}. It takes {signature}. Give a function that makes the case: "
+            f"{form} must return (model, loss_fn, optimizer, batch)."
+        ) from None
 
 
 def _module(target: str, where: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
-            raise UnknownTarget(f"unknown target {target!r}: there is no file {where}")
+            raise BadArgument(f"unknown target {target!r}: there is no file {where}")
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
@@ -197,7 +261,7 @@ def _module(target: str, where: str) -> ModuleType:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UnknownTarget(f"unknown target {target!r}: there is no module {where!r}")
+        raise BadArgument(f"unknown target {target!r}: there is no module {where!r}")
     return importlib.import_module(where)
 
 
@@ -205,7 +269,7 @@ def _as_case(target: str, made: object) -> Case:
     if isinstance(made, Case):
         return made
     if not isinstance(made, tuple) or len(made) != 4:
-        raise UnknownTarget(
+        raise BadArgument(
             f"{target} must return (model, loss_fn, optimizer, batch) or a takeback.zoo.Case, got {type(made).__name__}"
         )
     model, loss_fn, optimizer, batch = made
@@ -214,6 +278,22 @@ def _as_case(target: str, made: object) -> Case:
 
 def _parts(made: Case) -> tuple[object, ...]:
     return made.model, made.loss_fn, made.optimizer, made.batch
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def _check_writable(*paths: Path | None) -> None:
+    """Raises if one of the files could not be written in the end."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise BadArgument(f"cannot write {path}: it is a folder")
+        if not path.parent.is_dir():
+            raise BadArgument(f"cannot write {path}: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise BadArgument(f"cannot write {path}: no permission")
 
 
 # -- the terminal ------------------------------------------------------------------------------------------------
@@ -232,7 +312,7 @@ class _CleanErrors:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UnknownTarget):
+        if isinstance(error, BadArgument):
             _fail(str(error), code=2)
         if isinstance(error, TakebackError):
             _fail(f"{type(error).__name__}: {error}", code=1)

@@ -177,9 +177,9 @@ class Lesson:
 
 def lessons(*, tiny: bool = False) -> tuple[Lesson, ...]:
     """The demo's two models; `tiny` ones are for tests."""
-    rows, context, width = (2, 16, 16) if tiny else (32, 128, 128)
-    images, size = (2, 16) if tiny else (80, 64)
-    config = GPTConfig(vocabulary=256, width=width, layers=2, heads=4, context=context)
+    rows, context, width, layers = (2, 16, 16, 2) if tiny else (8, 128, 256, 4)
+    images, size = (2, 16) if tiny else (64, 64)
+    config = GPTConfig(vocabulary=256, width=width, layers=layers, heads=4, context=context)
 
     def text_case() -> Case:
         model = GPT(config)
@@ -191,7 +191,7 @@ def lessons(*, tiny: bool = False) -> tuple[Lesson, ...]:
 
     return (
         Lesson(
-            f"GPT, {width} wide, on {rows} x {context} bytes of Python source",
+            f"GPT, {layers} layers, {width} wide, on {rows} x {context} bytes of Python source",
             text_case,
             lambda: byte_batches(rows, context, seed=1),
         ),
@@ -344,7 +344,7 @@ def _rows(result: Comparison) -> Iterator[tuple[str, str, str, str]]:
     yield "page faults", f"{faults[0]:,.0f}", f"{faults[1]:,.0f}", ""
     eager, mine = ([s.seconds * 1e3 for s in side] for side in (result.eager, result.ours))
     medians, best = (statistics.median(eager), statistics.median(mine)), (min(eager), min(mine))
-    yield "time, median", f"{medians[0]:,.1f} ms", f"{medians[1]:,.1f} ms", f"{result.ratio:.2f}x"
+    yield f"time, median of {len(eager)}", f"{medians[0]:,.1f} ms", f"{medians[1]:,.1f} ms", f"{result.ratio:.2f}x"
     yield "time, minimum", f"{best[0]:,.1f} ms", f"{best[1]:,.1f} ms", f"{best[1] / best[0]:.2f}x"
     if result.losses:
         loss = f"{result.losses[0]:.3f} to {result.losses[-1]:.3f}"

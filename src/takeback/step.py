@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
-from takeback.capture.program import Program, Region
+from takeback.capture.program import Op, Program, Region
 from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.update import Update, disproof, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
@@ -101,7 +101,6 @@ class Plan:
     names: tuple[str, ...]
     proved: bool = False  #: compared with eager, bit for bit
     rehearsals: int = 0
-    changed_at: dict[int, int] = field(default_factory=dict)
 
     def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
         return (self.update is None or self.update.holds()) and self.watch.change(leaves) is None
@@ -125,6 +124,7 @@ class CompiledStep:
         self._plans: list[Plan] = []  # most recently used first
         self._last: Plan | None = None
         self._replays = 0
+        self._held_misses = 0  #: recordings in a row because no plan held the values that the step read into Python
         self._news = subjects.NewPlans()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,12 +132,15 @@ class CompiledStep:
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
         leaves, batch_key = take_apart((args, kwargs))
         key = (batch_key, ambient())
+        missed: Op | None = None
         for plan in tuple(self._plans):
             if plan.key == key and plan.holds(leaves):
                 try:
                     return self._use(plan, leaves, args, kwargs)
                 except HeldValueChanged as change:
-                    self._blame(plan, change.position)
+                    missed = plan.executor.program.ops[change.position]
+        if missed is not None:
+            self._blame(missed)
         return self._record(key, args, kwargs, leaves)
 
     def _use(self, plan: Plan, leaves: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,11 +154,13 @@ class CompiledStep:
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         if not plan.proved or plan.update is None:
             expected = eager_digest(recipe, plan.executor, leaves)
-            names = list(plan.names)
-            out = self._replay(plan, leaves, lambda: compare(expected, plan.executor, leaves, names))
-            plan.proved = True
-            return out
+            return self._replay(plan, leaves, lambda: self._proved(plan, expected, leaves))
         return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor, leaves)
+
+    @staticmethod
+    def _proved(plan: Plan, expected: Mapping[str, int], leaves: Sequence[torch.Tensor]) -> None:
+        compare(expected, plan.executor, leaves, plan.names)
+        plan.proved = True
 
     def _recipe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         options = self.options
@@ -259,6 +264,7 @@ class CompiledStep:
             self._plans.remove(plan)
             self._plans.insert(0, plan)
         self._last = plan
+        self._held_misses = 0
         self._news.steady()
         return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
 
@@ -295,16 +301,15 @@ class CompiledStep:
             plan.rehearsals = 2
         else:
             plan.executor = Executor(layout, self._arena, self._native, poison=self.options.poison)
+            plan.proved = False  # other places: compared with eager once more
 
-    def _blame(self, plan: Plan, position: int) -> None:
+    def _blame(self, op: Op) -> None:
         """A value that the step reads into Python keeps changing: right each time, but never compiled."""
-        plan.changed_at[position] = plan.changed_at.get(position, 0) + 1
-        op = plan.executor.program.ops[position]
-        count = sum(sum(p.changed_at.values()) for p in self._plans)
-        if count >= self.options.max_plans:
+        self._held_misses += 1
+        if self._held_misses >= self.options.max_plans:
             where = op.site.describe() if op.site else "an unknown line"
             raise CaptureError(
-                f"the step reads a tensor into Python at {where}, and the value was another one {count} times. "
-                f"takeback holds such a value with a guard and records anew when it changes, which never ends here. "
-                f"Keep it in a tensor (torch.where instead of if), or pass it as an argument."
+                f"the step reads a tensor into Python at {where}, and the value was a new one {self._held_misses} "
+                f"times in a row. takeback holds such a value with a guard and records anew when it changes, which "
+                f"never ends here. Keep it in a tensor (torch.where instead of if), or pass it as an argument."
             )

@@ -1,4 +1,4 @@
-"""What this version does with a model on a GPU: it says plainly that mode "exact" runs on the CPU, and changes nothing."""
+"""A model on a GPU is refused plainly: mode "exact" runs on the CPU in this version; nothing is changed."""
 
 from __future__ import annotations
 

@@ -1088,6 +1088,7 @@ LEAKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:takeback made:RuntimeWarning")
 @pytest.mark.parametrize("leak", LEAKS)
 def test_data_that_leaves_torch_is_held_or_refused(leak: str) -> None:
     def make() -> Setup:
@@ -1611,3 +1612,25 @@ def test_same_shape_with_other_strides_or_dtype_gets_its_own_plan() -> None:
 
     step = assert_right(lambda: plain(loss_fn=loss_fn, batches=lambda i: batches(i % 6)), steps=12, max_plans=8)
     assert len(step._plans) == 5
+
+
+def test_flag_that_goes_to_and_fro_has_two_plans_and_is_never_refused() -> None:
+    """A bool read from a tensor in every step: each value has its plan, however often they alternate."""
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+
+    def loss_fn(m: nn.Module, x: Tensor, y: Tensor, flag: Tensor) -> Tensor:
+        loss = cross_entropy(m, x, y)
+        return loss * 2 if bool(flag) else loss
+
+    step = tb.compile_step(model, loss_fn, sgd(model), max_plans=3)
+    optimizer = sgd(twin)
+    for i in range(24):
+        x, y = xy(i)
+        loss = step(x, y, torch.tensor(i % 2 == 0))
+        optimizer.zero_grad()
+        expected = cross_entropy(twin, x, y) * (2 if i % 2 == 0 else 1)
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected.detach()), i
+    assert len(step._plans) == 2

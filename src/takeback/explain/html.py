@@ -198,9 +198,7 @@ def _legend(report: Report) -> str:
 
 
 def _curves(report: Report) -> str:
-    # An op's scratch is summed in the curve, though not all of it is alive at once; the arena holds what is.
-    ours = [min(level, report.arena_bytes) for level in report.peak_curve]
-    eager = list(report.eager_curve)
+    ours, eager = report.peak_curve, report.eager_curve
     if not ours or not eager:
         return ""
     top = max(max(ours), max(eager))

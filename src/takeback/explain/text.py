@@ -12,18 +12,22 @@ from dataclasses import dataclass
 
 from takeback.explain.ledger import Entry, Fate
 from takeback.explain.report import Report
+from takeback.ownership.facts import Refused
 from takeback.passes.draft import Refusal
 
 WIDTH = 80
 LARGEST = 8
 """How many values at the peak, and how many groups of copies and of refusals, are listed."""
 
+IN_UPDATE = "in the optimizer's update"
+"""Where an op of the update is: it has no line of the user's."""
+
 MEANING = {
     Fate.MOVED: "eager copies it; here the bytes are handed on",
     Fate.OVERWRITTEN: "written onto an operand that dies",
     Fate.PACKED: "has a fixed place in a larger buffer",
     Fate.PLACED: "has bytes of its own in the arena",
-    Fate.RECOMPUTED: "dropped, and made again when needed",
+    Fate.RECOMPUTED: "dropped over the peak, and made again here",
     Fate.COPIED: "copied, for the reasons below",
     Fate.SCRATCH: "taken inside an op, in the arena",
     Fate.PASSED: "taken inside an op, from malloc",
@@ -139,16 +143,25 @@ def copy_groups(report: Report) -> list[Group]:
 
 
 def refusal_groups(report: Report) -> list[Group]:
-    """The refusals by decision and reason, most bytes first."""
+    """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last."""
 
     def example(r: Refusal) -> str:
-        return _example("", r.op, str(r.site or ""))
+        return _example("", r.op, IN_UPDATE if _is_of_update(r) else str(r.site or ""))
 
-    return _grouped(report.refusals, lambda r: (r.decision, str(r.reason)), example)
+    def grouped(refusals: Sequence[Refusal]) -> list[Group]:
+        return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
+
+    others = grouped([r for r in report.refusals if not _is_of_update(r)])
+    return others + grouped([r for r in report.refusals if _is_of_update(r)])
+
+
+def _is_of_update(refusal: Refusal) -> bool:
+    """The update reads the caller's parameters and state, and no line of the user's runs it."""
+    return refusal.site is None and refusal.reason == Refused.BORROWED
 
 
 def _example(value: str, op: str, line: str) -> str:
-    where = f" at {short_line(line)}" if line else ""
+    where = f" {IN_UPDATE}" if line == IN_UPDATE else f" at {short_line(line)}" if line else ""
     return f"{clean(value)} by {clean(op)}{where}" if value else f"{clean(op)}{where}"
 
 
