@@ -31,6 +31,9 @@ def reads_values():
 
 def wrong():
     return 3
+
+def loss_fn(model, x):
+    return model(x).mean()
 """
 
 
@@ -99,7 +102,11 @@ def test_explain_takes_a_function_of_a_module(user_file: Path, monkeypatch: pyte
         ("zoo:nothing", "resnet/small"),
         ("no_such_file.py:make", "there is no file no_such_file.py"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
-        ("{file}:nothing", "make, reads_values, wrong"),
+        ("{file}:nothing", "loss_fn, make, reads_values, wrong"),
+        ("{file}:loss_fn", "cannot be called as function(): missing a required argument: 'model'"),
+        ("{file}", "users_step.py:make"),
+        ("{file}:", "users_step.py:make"),
+        ("own.py", "own.py needs a function: own.py:make"),
         ("{file}:wrong", "must return"),
     ],
 )
@@ -115,6 +122,46 @@ def test_an_error_of_takeback_is_a_message_without_traceback(user_file: Path) ->
     assert result.exit_code == 1
     assert result.stderr.startswith("CaptureError: ")
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [("explain", "mlp", "--html"), ("explain", "mlp", "--json"), ("demo", "--out")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("nodir/x", "there is no folder"), ("", "it is a folder"), ("x", "no permission")]
+)
+def test_a_file_that_cannot_be_written_is_noticed_before_the_work(
+    command: tuple[str, ...], name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("the work had begun")
+
+    monkeypatch.setattr("takeback.compile_step", never)
+    monkeypatch.setattr(demo, "run_demo", never)
+    if name == "x":
+        monkeypatch.setattr("os.access", lambda *_: False)  # the tests may run as root, who may write everywhere
+    result = run(*command, str(tmp_path / name))
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("cannot write ")
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("explain",), ("fit",), ("bench",), ("check",)])
+def test_help_shows_flags_without_a_value_and_targets_in_capitals(command: tuple[str, ...]) -> None:
+    text = run(*command, "--help").stdout
+    assert "<bool>" not in text
+    assert "{target}" not in text
+    assert ("TARGET" in text) == (command in [(), ("explain",), ("fit",), ("bench",)])
+
+
+def test_help_of_fit_says_that_the_function_takes_the_batch_size() -> None:
+    text = run("fit", "--help").stdout
+    assert "function(n) returns" in text
+    assert "function()" not in text
+
+
+def test_fit_of_a_function_without_the_batch_size_exits_2(user_file: Path) -> None:
+    result = run("fit", f"{user_file}:wrong", "--memory", "64KiB")
+    assert result.exit_code == 2
+    assert "cannot be called as function(n)" in result.stderr
 
 
 def test_fit_finds_a_batch(user_file: Path) -> None:
@@ -148,6 +195,8 @@ def test_demo_ends_with_equal_bits_and_what_to_do_next(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.count("losses: bit-equal   gradients: bit-equal   parameters: bit-equal") == 2
     assert "takeback.compile_step(" in result.stdout.splitlines()[-1]
+    assert "GPT, 2 layers, 16 wide, on 2 x 16 bytes" in result.stdout
+    assert result.stdout.count("time, median of 1 ") == 2
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert page.exists()
 

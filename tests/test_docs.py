@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from takeback.passes.pipeline import PASSES
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -98,6 +100,22 @@ def test_every_link_and_named_file_is_there(page: Path) -> None:
     assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
     named = re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.]+)`", text)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_report_in_how_it_works_is_the_one_its_example_prints(elsewhere: None) -> None:
+    found = blocks((ROOT / "docs" / "how-it-works.md").read_text())
+    example = next(block for block in found if block.kind == PYTHON)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(example.text, "mlp.py", "exec", dont_inherit=True), {"__name__": "mlp"})
+    [shown] = [block.text for block in found if "-- Fates" in block.text]
+    assert out.getvalue().rstrip() == shown.rstrip()
+
+
+def test_how_it_works_and_the_readme_name_the_passes_in_their_order() -> None:
+    names = [each.__name__ for each in PASSES]
+    assert re.findall(r"^\*\*(\w+)\*\* ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE) == names
+    [drawing] = [b.text for b in blocks((ROOT / "README.md").read_text()) if "borrow check" in b.text]
+    assert re.findall(rf"\b({'|'.join(names)})\b", drawing) == names
 
 
 # -- messages ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The command line: `takeback demo | explain | fit | bench | check`.
 
-Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an argument that cannot be used, or a command of a later
-version.
+Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable argument or a command of a later version.
 """
 
 from __future__ import annotations

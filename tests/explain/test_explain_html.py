@@ -12,6 +12,7 @@ from reports import MIB, fixed_report, planted, zoo_report
 
 from takeback.explain.html import MOST_RECTANGLES, as_html
 from takeback.explain.ledger import Entry, Fate
+from takeback.explain.text import show_bytes
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -104,6 +105,24 @@ def test_page_of_a_large_plan_stays_small() -> None:
     assert f"{count - MOST_RECTANGLES:,} values too small to see are not drawn" in page
 
 
-def test_curve_never_rises_above_the_arena() -> None:
-    page = as_html(dataclasses.replace(fixed_report(), peak_curve=(2 * MIB, 50 * MIB, MIB)))
-    assert "takeback, 5.00 MiB at most" in page
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+def test_curve_is_drawn_as_it_is_and_stays_within_the_arena(name: str) -> None:
+    report = zoo_report(name)
+    assert max(report.peak_curve) <= report.lower_bound_bytes <= report.arena_bytes
+    assert f"takeback, {show_bytes(max(report.peak_curve))} at most" in as_html(report)
+
+
+def test_every_fate_has_a_colour_of_its_own() -> None:
+    entries = tuple(Entry("%1", MIB, fate, "op", "", "", 0, 0, 1) for fate in Fate)
+    page = as_html(dataclasses.replace(fixed_report(), ledger=entries))
+    for fate in Fate:
+        assert f'<rect class="{fate.value}" width="14"' in page
+        assert f".{fate.value}{{fill:var(--{fate.value})}}" in page
+    colours = [re.findall(rf"--{fate.value}:(#\w+)", page) for fate in Fate]
+    assert all(len(found) == 2 for found in colours)  # light and dark
+    for which in (0, 1):
+        assert len({found[which] for found in colours}) == len(Fate)
+
+
+def test_page_of_a_gpt_shows_what_is_rebuilt() -> None:
+    assert '<rect class="recomputed" x=' in as_html(zoo_report("gpt"))

@@ -6,11 +6,15 @@ import dataclasses
 from itertools import pairwise
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 from reports import MIB, fixed_report, planted, zoo_report
+from torch import nn
 
+from takeback import compile_step
 from takeback.explain.ledger import Entry, Fate
-from takeback.explain.text import at_peak, peak_position, short_line, show_bytes
+from takeback.explain.text import IN_UPDATE, at_peak, peak_position, refusal_groups, short_line, show_bytes
+from takeback.ownership.facts import Refused
 
 
 def test_text_of_a_fixed_report() -> None:
@@ -109,6 +113,41 @@ def test_refusals_beyond_the_largest_groups_are_summed() -> None:
     report = fixed_report()
     many = tuple(dataclasses.replace(report.refusals[0], reason=f"reason {i}", size_bytes=MIB) for i in range(20))
     assert "and 12 more refused for 12 other reasons: 12.00 MiB" in str(dataclasses.replace(report, refusals=many))
+
+
+def test_refusals_of_the_update_come_last_and_say_where_they_are() -> None:
+    report = fixed_report()
+    reason = Refused.BORROWED
+    update = dataclasses.replace(report.refusals[0], op="sqrt", reason=reason, size_bytes=99 * MIB, site=None)
+    users = dataclasses.replace(report.refusals[0], op="mul", reason=reason, size_bytes=MIB)
+    groups = refusal_groups(dataclasses.replace(report, refusals=(update, users, *report.refusals)))
+    assert [(g.count, g.example) for g in groups] == [
+        (2, "mm at train.py:66"),
+        (1, "mul at train.py:66"),
+        (1, "MyAdam"),
+        (1, "sqrt in the optimizer's update"),
+    ]
+
+
+def test_eager_may_peak_in_the_update() -> None:
+    report = dataclasses.replace(fixed_report(), eager_peak_at=f"sqrt {IN_UPDATE}")
+    assert "eager peaks in sqrt in the optimizer's update; 3 ops" in str(report)
+
+
+def test_text_of_a_gpt_says_what_is_rebuilt() -> None:
+    text = str(zoo_report("gpt"))
+    assert "dropped over the peak, and made again here" in text
+    assert "in the optimizer's update" in text
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_peak_of_a_tiny_step_is_not_above_eagers(rows: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile_step(model, lambda m, x, y: nn.functional.cross_entropy(m(x), y), optimizer)
+    for _ in range(3):
+        step(torch.randn(rows, 32), torch.randint(10, (rows,)))
+    assert step.report().peak_bytes <= step.report().eager_peak_bytes
 
 
 def test_every_fate_has_a_meaning() -> None:
