@@ -103,7 +103,11 @@ class Plan:
     rehearsals: int = 0
 
     def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
-        return (self.update is None or self.update.holds()) and self.watch.change(leaves) is None
+        if self.update is not None and not self.update.holds():
+            return False
+        if self.executor.written_leaves and len({t.untyped_storage().data_ptr() for t in leaves}) < len(leaves):
+            return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew
+        return self.watch.change(leaves) is None
 
 
 class CompiledStep:

@@ -1634,3 +1634,80 @@ def test_flag_that_goes_to_and_fro_has_two_plans_and_is_never_refused() -> None:
         optimizer.step()
         assert torch.equal(loss, expected.detach()), i
     assert len(step._plans) == 2
+
+
+def test_global_that_only_shares_its_name_with_an_attribute_does_not_matter() -> None:
+    """`out.loss` in loss_fn, and `loss = step(...)` at the top of the script: the usual script, one plan."""
+    scope: dict[str, Any] = {"F": F}
+    exec("def loss_fn(m, x, y):\n    return F.cross_entropy(m(x), y, reduction='none').mean(dim=0)\n", scope)
+    loss_fn = scope["loss_fn"]
+    model = mlp()
+    step = tb.compile_step(model, loss_fn, sgd(model))
+    for i in range(6):
+        scope["mean"] = scope["loss"] = step(*xy(i))
+    assert len(step._plans) == 1
+
+
+class Schedule:
+    """A loss weight that follows the learning rate: loss_fn names `param_groups`, so it is held."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(m, x, y) * self.optimizer.param_groups[0]["lr"]
+
+
+class Trainer:
+    """Holds the optimizer without reading it: a changed learning rate must not cost a new plan."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(m, x, y)
+
+
+@pytest.mark.parametrize(("kind", "plans"), [(Schedule, 4), (Trainer, 1)])
+def test_learning_rate_is_held_only_where_the_step_reads_it(kind: Any, plans: int) -> None:
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+    optimizer, twins = sgd(model), sgd(twin)
+    step = tb.compile_step(model, kind(optimizer), optimizer)
+    eager = kind(twins)
+    for i in range(12):
+        for o in (optimizer, twins):
+            o.param_groups[0]["lr"] = 0.1 * (1 + i // 3)
+        twins.zero_grad()
+        expected = eager(twin, *xy(i))
+        expected.backward()
+        twins.step()
+        assert torch.equal(step(*xy(i)), expected.detach()), i
+    assert len(step._plans) == plans
+
+
+def test_constant_made_and_written_in_the_step_starts_anew_each_time() -> None:
+    model, twin = mlp(), mlp()
+    twin.load_state_dict(model.state_dict())
+
+    def loss_fn(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        total = torch.tensor(0.0)
+        for row, label in zip(x, y, strict=True):
+            total += F.cross_entropy(m(row), label)
+        return total
+
+    optimizer, twins = sgd(model), sgd(twin)
+    step = tb.compile_step(model, loss_fn, optimizer, poison=True)
+    for i in range(5):
+        twins.zero_grad()
+        expected = loss_fn(twin, *xy(i))
+        expected.backward()
+        twins.step()
+        assert torch.equal(step(*xy(i)), expected.detach()), i
+
+
+def test_tensor_that_is_resized_in_the_step_is_refused_with_the_line() -> None:
+    model = mlp()
+    step = tb.compile_step(model, lambda m, x, y: m(x).sum() + torch.add(x, x, out=torch.empty(0)).sum(), sgd(model))
+    with pytest.raises(CaptureError, match=r"add\.out at .*test_guards\.py.* resized a tensor from 0 to"):
+        step(*xy(0))

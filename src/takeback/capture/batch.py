@@ -67,6 +67,8 @@ def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
         tensors.append(node)
         return (tensor_key(node), again)  # step(x, x) and step(x, y) are different programs
     kind = type(node)
+    if kind is float:
+        return (kind, node.hex())  # tells -0.0 from 0.0, and NaN is NaN
     if kind in _PLAIN:
         return (kind, node)
     if isinstance(node, Mapping):

@@ -8,6 +8,7 @@ replay would drop; the guard names it.
 from __future__ import annotations
 
 import collections
+import dis
 import enum
 import functools
 import itertools
@@ -50,14 +51,17 @@ _OPAQUE = frozenset(
 )
 _CODE_NOT_READ = _OPAQUE | {"transformers"}
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_MOST_SLOTS = 100_000
+_MOST_SLOTS = 1_000_000
+_MOST_ENTRIES = 10_000  #: of one container; a larger one is data: held by identity and length
 _MISSING = object()
 
 Child = tuple[object, str]
 
 
 def _is_opaque(module_name: object) -> bool:
-    return not isinstance(module_name, str) or module_name.partition(".")[0] in _OPAQUE
+    if not isinstance(module_name, str) or module_name.startswith("torch.distributions"):
+        return not isinstance(module_name, str)
+    return module_name.partition(".")[0] in _OPAQUE
 
 
 def _is_library_code(module_name: object) -> bool:
@@ -80,6 +84,8 @@ class Guard:
         self._lengths: list[tuple[Any, int, str]] = []
         self._sets: list[tuple[Any, frozenset[object], str]] = []
         self._hooks: list[tuple[dict[int, object], str]] = []
+        self._named: set[str] = set()  # what the user's functions name
+        self._training: list[tuple[Any, str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # random number generators that are not torch's
         seen: set[int] = set()
@@ -89,14 +95,27 @@ class Guard:
             if id(value) not in seen and not isinstance(value, _SCALARS):
                 seen.add(id(value))
                 pending.extend(self._children(value, path))
+            if not pending:
+                pending.extend(self._schedules())
+
+    def _schedules(self) -> Iterator[Child]:
+        """An optimizer or scheduler changes in every step, and a Trainer holds both: only what is named is read."""
+        names = self._named | ({"_last_lr"} if "get_last_lr" in self._named else set())
+        for value, path in self._training:
+            for name in sorted(names & vars(value).keys()):
+                yield from self._attribute(value, name, f"{path}.{name}")
+        self._training = []
 
     # -- finding slots -----------------------------------------------------------------------------------------
 
     def _children(self, value: Any, path: str) -> Iterator[Child]:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
+            yield from self._mapping(vars(value), path, "{}.{}")
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
+        elif isinstance(value, dict | list | tuple | collections.deque) and len(value) > _MOST_ENTRIES:
+            self._lengths.append((value, len(value), path))
         elif isinstance(value, dict):
             self._lengths.append((value, len(value), path))
             yield from self._mapping(value, path, "{}[{!r}]")
@@ -146,6 +165,8 @@ class Guard:
             for table in tables:
                 self._lengths.append((attributes[table], len(attributes[table]), f"{path}.{table}"))
                 yield from self._mapping(attributes[table], path, "{}.{}")
+        elif isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+            self._training.append((value, path))
         elif not _is_opaque(type(value).__module__):
             if isinstance(attributes, dict):
                 self._lengths.append((attributes, len(attributes), path))
@@ -188,8 +209,9 @@ class Guard:
             yield from self._attribute(function, name, f"the defaults of {path}")
         self._lengths.append((function.__dict__, len(function.__dict__), path))
         yield from self._mapping(function.__dict__, path, "{}.{}")
-        for name in sorted(_names(function.__code__)):
-            item = function.__globals__.get(name, _MISSING)
+        self._named |= _names(function.__code__)
+        for name in sorted(_globals(function.__code__)):
+            item = function.__globals__.get(name, sys.modules.get(name, _MISSING))  # or imported inside the function
             if isinstance(item, types.ModuleType):
                 if not _is_library_code(item.__name__):
                     yield from self._module(item, function.__code__)
@@ -200,8 +222,11 @@ class Guard:
     def _module(self, module: types.ModuleType, code: types.CodeType) -> Iterator[Child]:
         """`config.ALPHA`: what a function names of a module of the user's."""
         for name in sorted(_names(code)):
-            if not isinstance(getattr(module, name, None), types.ModuleType):
+            item = getattr(module, name, None)
+            if not isinstance(item, types.ModuleType):
                 yield from self._attribute(module, name, f"{module.__name__}.{name}")
+            elif not _is_library_code(item.__name__) and item.__name__.startswith(module.__name__ + "."):
+                yield from self._module(item, code)
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
@@ -255,10 +280,20 @@ class Guard:
                 setattr(container, name, value)
 
 
-def _names(code: types.CodeType) -> set[str]:
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
     """Every global or attribute that a function's code names, inner functions and comprehensions included."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return set(code.co_names).union(*(_names(c) for c in inner))
+    return frozenset(code.co_names).union(*(_names(c) for c in inner))
+
+
+@functools.cache
+def _globals(code: types.CodeType) -> frozenset[str]:
+    """Of those the globals and imports alone: `out.loss` does not read a global `loss`."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    loads = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
+    own = frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in loads)
+    return own.union(*(_globals(c) for c in inner))
 
 
 def _slots(kind: type) -> list[str]:
@@ -288,7 +323,9 @@ def _drawer_state(value: object) -> object:
 
 
 def _equal(now: object, then: object) -> bool:
-    return type(now) is type(then) and isinstance(now, _SCALARS) and bool(now == then)
+    if type(now) is not type(then) or not isinstance(now, _SCALARS):
+        return False
+    return now.hex() == then.hex() if isinstance(now, float) and isinstance(then, float) else bool(now == then)
 
 
 def _show(value: object) -> str:

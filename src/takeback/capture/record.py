@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
         self._leaf_storages.add(leaf.untyped_storage()._cdata)
 
-    def _region(self, tensor: torch.Tensor, constant: bool = False) -> Region:
+    def _region(self, tensor: torch.Tensor) -> Region:
         leaf = self._leaf_of.get(tensor)
         if leaf is not None:
             ident, base = leaf
@@ -168,8 +168,7 @@ class Recorder(TorchDispatchMode):
                     f"batch would not be read there. Make the view with ordinary tensor methods inside loss_fn."
                 )
             if found is None:
-                role = Role.CONSTANT if constant else Role.CLOSURE
-                found = self._adopt(tensor, role, f"{role.name.lower()}{len(self._externals)}")
+                found = self._adopt(tensor, Role.CLOSURE, f"closure{len(self._externals)}")
             ident, offset = found, tensor.storage_offset()
         return Region(ident, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
@@ -214,10 +213,11 @@ class Recorder(TorchDispatchMode):
         self._refuse_dynamic(func, facts, args, site)
         self._bury(position)
 
+        if func is aten.lift_fresh.default:
+            return self._lift(args[0], site)
         storages: dict[int, torch.Tensor] = {}
-        constant = func is aten.lift_fresh.default
-        described = tuple(self._describe(a, storages, constant) for a in args)
-        described_kw = {k: self._describe(v, storages, constant) for k, v in kwargs.items()}
+        described = tuple(self._describe(a, storages) for a in args)
+        described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()}
         mutated = self._mutated(func, facts, args, kwargs)
         self._remember(mutated)
         generator = kwargs.get("generator")
@@ -235,6 +235,7 @@ class Recorder(TorchDispatchMode):
         if facts.random and self._random is not None:
             self._random.after(generator, position + 1)
         known = len(self.buffers)
+        self._refuse_resized(func, mutated, site)
         outs = out if isinstance(out, tuple | list) else (out,)
         described_out = tuple(self._result(v, storages) for v in outs)
         holds = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
@@ -256,15 +257,39 @@ class Recorder(TorchDispatchMode):
             )
         return out
 
+    def _lift(self, tensor: torch.Tensor, site: Site | None) -> torch.Tensor:
+        """torch.tensor(data): the data is a constant of the program, and the tensor a copy of it, which the step may
+        write (`total = torch.tensor(0.0); total += loss`)."""
+        if tensor.untyped_storage()._cdata in self._by_storage and self._same_storage(tensor):
+            return tensor
+        ident = BufferId(len(self.buffers))
+        constant = tensor.detach().clone()
+        self.buffers[ident] = Buffer(ident, constant.untyped_storage().nbytes(), Role.CONSTANT, f"constant{ident}")
+        self._externals[ident] = constant
+        source = Region(ident, constant.dtype, tuple(constant.shape), tuple(constant.stride()), 0)
+        self._new_buffer(tensor, Role.INTERNAL)
+        self.ops.append(Op(aten.clone.default, (source,), {}, (self._region(tensor),), (), self.phase, False, site))
+        return tensor
+
+    def _refuse_resized(self, func: Any, mutated: list[torch.Tensor], site: Site | None) -> None:
+        for tensor in mutated:
+            buffer = self.buffers[self._region(tensor).buffer]
+            if buffer.role is not Role.BATCH and tensor.untyped_storage().nbytes() != buffer.size_bytes:
+                where = f" at {site.describe()}" if site else ""
+                raise CaptureError(
+                    f"{func}{where} resized a tensor from {buffer.size_bytes} to {tensor.untyped_storage().nbytes()} "
+                    f"bytes. A buffer has one size in a plan: give out= a tensor of the right shape."
+                )
+
     # These two are methods, not closures: a recursive closure is a cycle that would keep eager's tensors alive.
 
-    def _describe(self, value: Any, storages: dict[int, torch.Tensor], constant: bool) -> Argument:
+    def _describe(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
         if isinstance(value, torch.Tensor):
             self._refuse_unusual(value)
             storages[value.untyped_storage()._cdata] = value
-            return self._region(value, constant)
+            return self._region(value)
         if isinstance(value, list | tuple):
-            return tuple(self._describe(v, storages, constant) for v in value)
+            return tuple(self._describe(v, storages) for v in value)
         return value
 
     def _result(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:

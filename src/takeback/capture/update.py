@@ -118,6 +118,8 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"{name} is a tensor"
         if any(isinstance(b, torch.Tensor) for b in group.get("betas", ())):
             return "betas are tensors"
+        if any(p.is_complex() for p in group["params"]):
+            return "a parameter is complex"
     return None
 
 
@@ -423,7 +425,17 @@ def disproof(optimizer: torch.optim.Optimizer) -> str | None:
     with recorder:
         twin.step()
     ours = _canonical(written.ops, written.buffers, scalars)
-    theirs = _canonical([op for op in recorder.ops if op.holds is None], recorder.buffers, scalars)
+    # torch.tensor(1.0) inside the optimizer is a constant here, and a copy of one to the recorder.
+    lifted = {
+        op.outputs[0].buffer
+        for op in recorder.ops
+        if op.target is aten.clone.default and recorder.buffers[op.inputs[0].buffer].role is Role.CONSTANT
+    }
+    buffers = {
+        b: replace(buffer, role=Role.CONSTANT) if b in lifted else buffer for b, buffer in recorder.buffers.items()
+    }
+    real = [op for op in recorder.ops if op.holds is None and not any(r.buffer in lifted for r in op.outputs)]
+    theirs = _canonical(real, buffers, scalars)
     for mine, torchs in zip(ours, theirs, strict=False):
         if mine != torchs:
             return f"torch {torch.__version__} updates with {torchs} where takeback wrote {mine}"

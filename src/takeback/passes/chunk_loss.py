@@ -87,6 +87,8 @@ def _refusal(
     assert isinstance(result, Region)
     if nll.args[1] != logp:
         return "the two backward ops read different log-probabilities"
+    if any(b in (grad.buffer, logp.buffer) for o in program.ops for b in o.mutates):
+        return "the log-probabilities or their gradient are written in place"
     if len(logp.shape) != 2 or op.args[2] not in (1, -1):
         return "the log-probabilities are not rows of classes"
     if program.buffers[logp.buffer].role.borrowed or logp.buffer in kept or alive[logp.buffer].end > position + 1:

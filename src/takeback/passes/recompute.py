@@ -10,7 +10,7 @@ rebuilt is dropped together, because chains pay only together; then the next pea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -86,10 +86,28 @@ def _cheap(op: Op) -> bool:
     if torch.Tag.nondeterministic_seeded in target.tags:
         return False
     if target is aten.native_batch_norm.default:
-        return bool(op.args[5])  # see _norm_again; in eval nothing would be gained
+        return bool(op.args[5]) and _norm_keeps_bits(op)
     if op.mutates:
         return False
     return target in _NORMS or target in COPY or torch.Tag.pointwise in target.tags
+
+
+def _norm_keeps_bits(op: Op) -> bool:
+    """`_norm_again` has the bits of training in single and double precision, on rows or channels that lie together."""
+    x = op.args[0]
+    assert isinstance(x, Region)
+    order = (*range(2, len(x.shape)), 1) if len(x.shape) in (4, 5) else ()
+    return x.dtype in (torch.float32, torch.float64) and (_dense(x, range(1, len(x.shape))) or _dense(x, order))
+
+
+def _dense(x: Region, order: Sequence[int]) -> bool:
+    """True if the elements lie one after the other, the last of `order` running fastest, dimension 0 slowest."""
+    expected = 1
+    for dim in (*reversed(order), 0):
+        if x.shape[dim] != 1 and x.stride[dim] != expected:
+            return False
+        expected *= x.shape[dim]
+    return bool(order)
 
 
 class _View:
@@ -98,7 +116,7 @@ class _View:
     def __init__(self, draft: Draft) -> None:
         program = self.program = draft.program
         self.alive: Mapping[BufferId, Lifetime] = lifetimes(program, draft.kept)
-        self.kept = draft.kept | {r.buffer for r in program.returned}
+        self.kept = draft.kept | {r.buffer for r in (*program.returned, *program.grads.values())}
         self.made: dict[BufferId, int] = {}
         self.uses: dict[BufferId, list[int]] = {}
         self.written: dict[BufferId, list[int]] = {}
