@@ -1,10 +1,11 @@
 """compile_step(): the whole pipeline on one screen. Read this first.
 
-capture      the first step runs for real and is recorded as a program           capture/
-passes       move, chunk_loss, overwrite decide whose bytes each value takes     passes/
-plan         every buffer and all scratch get an offset; validated, borrow-checked   run/layout.py, plan/
-run          straight-line code replays the step inside one arena                run/
-explain      the report accounts for every byte                                  explain/
+capture   the first step runs for real and is recorded as a program                        capture/
+passes    decide what is moved, rebuilt and overwritten                                    passes/pipeline.py
+plan      every buffer and all scratch get an offset, validated and borrow-checked         run/layout.py, plan/
+run       straight-line code replays the step inside one arena; each new plan is compared
+          with eager once                                                                  run/
+explain   the report accounts for every byte                                               explain/
 """
 
 from __future__ import annotations

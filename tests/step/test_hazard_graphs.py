@@ -552,3 +552,45 @@ def test_eager_steps_between_compiled_ones_do_not_disturb_them() -> None:
         assert torch.equal(loss.detach(), expected.detach())
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+class HandsBackItsCopy(torch.autograd.Function):
+    """A backward whose gradient is a clone of a saved value: the clone is moved, and must still be kept."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (h,) = ctx.saved_tensors
+        return grad, h.detach().clone()
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), torch.optim.RMSprop])
+def test_gradient_that_is_a_moved_copy_is_kept_for_the_caller(make: Callable[..., Any]) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6)
+            self.b = torch.nn.Parameter(torch.randn(4, 6))
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        return HandsBackItsCopy.apply(m.linear(x).tanh(), m.b).square().mean()
+
+    torch.manual_seed(0)
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    optimizer, twins = make(model.parameters()), make(twin.parameters())
+    step = compile_step(model, loss_fn, optimizer, keep_grads=True, poison=True)
+    for i in range(5):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(i))
+        twins.zero_grad()
+        expected = loss_fn(twin, x)
+        expected.backward()
+        twins.step()
+        assert torch.equal(step(x), expected.detach()), i
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), (i, name)
+            assert torch.equal(p, q), (i, name)

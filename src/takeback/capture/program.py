@@ -45,7 +45,7 @@ class Phase(enum.Enum):
 
 
 class Special(enum.Enum):
-    """Ops that are not kernels: they carry the random state through the step, or hold a Python value."""
+    """Ops that are not kernels: they carry the random state through the step."""
 
     SAVE_RANDOM = "random.save"
     RESTORE_RANDOM = "random.restore"
@@ -113,7 +113,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class HyperScalar:
-    """A number that is read afresh in every step: the value of `source` at `index` in the step's scalars."""
+    """A number that is read afresh in every step: the one at `index` among the update's scalars."""
 
     index: int
     text: str

@@ -453,9 +453,10 @@ def _canonical(
     def show(arg: Argument) -> object:
         if isinstance(arg, Region):
             buffer = buffers[arg.buffer]
+            name = buffer.name
             if buffer.role in (Role.INTERNAL, Role.CONSTANT):
-                return f"{buffer.role.value}{order.setdefault(arg.buffer, len(order))}"
-            return buffer.name
+                name = f"{buffer.role.value}{order.setdefault(arg.buffer, len(order))}"
+            return (name, arg.dtype, arg.shape, arg.stride)
         if isinstance(arg, HyperScalar):
             return float(scalars[arg.index])
         if isinstance(arg, tuple):

@@ -66,7 +66,6 @@ class Refused(enum.StrEnum):
     GEOMETRY = "the operand has another shape, stride or dtype"
     PART = "the operand is only a part of its buffer"
     OVERLAP = "another operand looks at the same bytes in another order"
-    TAKEN = "another result of this op was written onto it"
 
 
 @functools.cache

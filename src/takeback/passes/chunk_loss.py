@@ -9,6 +9,7 @@ Both kernels treat every row by itself, so the bits are eager's. The chunk stays
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from takeback.capture.program import Buffer, BufferId, Op, Program, Region, Role
 from takeback.ownership.facts import geometry_refusal, out_overload
 from takeback.ownership.lifetimes import Lifetime, lifetimes
 from takeback.passes.draft import Draft, Refusal
-from takeback.passes.rename import rename
+from takeback.passes.rename import rename_in
 
 aten = torch.ops.aten
 
@@ -68,8 +69,8 @@ def chunk_loss(draft: Draft) -> Draft:
     ops: list[Op] = []
     for position, op in enumerate(program.ops):
         ops.extend(replaced.get(position, [op]))
-    rewritten = rename(replace(program, ops=tuple(ops), buffers=buffers), table)
-    return replace(draft, program=rewritten, refusals=draft.refusals + tuple(refusals))
+    rewritten = rename_in(draft, replace(program, ops=tuple(ops), buffers=buffers), table)
+    return replace(rewritten, refusals=draft.refusals + tuple(refusals))
 
 
 def _refusal(
@@ -77,10 +78,9 @@ def _refusal(
     op: Op,
     nll: Op,
     position: int,
-    alive: dict[BufferId, Lifetime] | object,
+    alive: Mapping[BufferId, Lifetime],
     kept: frozenset[BufferId],
 ) -> str | None:
-    assert isinstance(alive, dict)
     grad, logp, result = op.args[0], op.args[1], op.results[0]
     assert isinstance(grad, Region)
     assert isinstance(logp, Region)

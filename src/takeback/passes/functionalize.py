@@ -42,7 +42,9 @@ def functionalize(draft: Draft) -> Draft:
         results = map_regions(op.results, change)
         assert isinstance(results, tuple)
         mutates = tuple(current.get(b, b) for b in op.mutates)
-        scratch = tuple(replace(s, result=current.get(s.result, s.result)) if s.result else s for s in op.scratch)
+        scratch = tuple(
+            replace(s, result=current.get(s.result, s.result)) if s.result is not None else s for s in op.scratch
+        )
         ops.append(replace(op, args=args, kwargs=kwargs, results=results, mutates=mutates, scratch=scratch))
     done = replace(
         program,

@@ -11,7 +11,7 @@ from takeback.capture.program import BufferId, Op, Region
 from takeback.ownership.facts import COPY, Refused, geometry_refusal
 from takeback.ownership.lifetimes import lifetimes
 from takeback.passes.draft import Draft, Moved, Refusal
-from takeback.passes.rename import rename
+from takeback.passes.rename import rename_in
 
 
 def move(draft: Draft) -> Draft:
@@ -47,8 +47,7 @@ def move(draft: Draft) -> Draft:
             ops.append(op)
             refusals.append(Refusal("move", op.name, result.buffer, size, reason, op.site))
     return replace(
-        draft,
-        program=rename(replace(program, ops=tuple(ops)), table),
+        rename_in(draft, replace(program, ops=tuple(ops)), table),
         moves=draft.moves + tuple(moves),
         refusals=draft.refusals + tuple(refusals),
     )

@@ -6,6 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from takeback.capture.program import BufferId, Op, Program, Region, map_regions
+from takeback.passes.draft import Draft
+
+
+def rename_in(draft: Draft, program: Program, table: Mapping[BufferId, BufferId]) -> Draft:
+    """The draft with `program` in place of its own, renamed; what must be kept is renamed with it."""
+    kept = frozenset(_final(b, table) for b in draft.kept)
+    return replace(draft, program=rename(program, table), kept=kept)
+
+
+def _final(buffer: BufferId, table: Mapping[BufferId, BufferId]) -> BufferId:
+    while buffer in table:
+        buffer = table[buffer]
+    return buffer
 
 
 def rename(program: Program, table: Mapping[BufferId, BufferId]) -> Program:
@@ -13,13 +26,8 @@ def rename(program: Program, table: Mapping[BufferId, BufferId]) -> Program:
     if not table:
         return program
 
-    def final(buffer: BufferId) -> BufferId:
-        while buffer in table:
-            buffer = table[buffer]
-        return buffer
-
     def change(region: Region) -> Region:
-        target = final(region.buffer)
+        target = _final(region.buffer, table)
         return region if target == region.buffer else replace(region, buffer=target)
 
     def change_op(op: Op) -> Op:
@@ -30,9 +38,9 @@ def rename(program: Program, table: Mapping[BufferId, BufferId]) -> Program:
         assert isinstance(args, tuple)
         assert isinstance(results, tuple)
         kwargs = {k: map_regions(v, change) for k, v in op.kwargs.items()}
-        mutates = tuple(dict.fromkeys(final(b) for b in op.mutates))
+        mutates = tuple(dict.fromkeys(_final(b, table) for b in op.mutates))
         # What was a result of its own may be no result of this op any more, so its scratch names change too.
-        scratch = tuple(replace(s, result=final(s.result)) if s.result is not None else s for s in op.scratch)
+        scratch = tuple(replace(s, result=_final(s.result, table)) if s.result is not None else s for s in op.scratch)
         return replace(op, args=args, kwargs=kwargs, results=results, mutates=mutates, scratch=scratch)
 
     return replace(

@@ -205,7 +205,7 @@ class _Emitter:
             return f"S[{arg.index}]"
         if isinstance(arg, tuple):
             members = tuple(self.argument(a) for a in arg)
-            if members and all(m in self._tensor_names() for m in members):
+            if members and all(m.startswith("t") for m in members):  # names of tensors that are built beforehand
                 return self.names.list(members)
             return "[" + ", ".join(members) + "]"
         if arg is None or isinstance(arg, bool | int | str):
@@ -213,9 +213,6 @@ class _Emitter:
         if isinstance(arg, float) and math.isfinite(arg):
             return repr(arg)
         return self.names.constant(arg)
-
-    def _tensor_names(self) -> set[str]:
-        return set(self.names.regions.values())
 
     def _batch_region(self, region: Region) -> str:
         if region not in self._batch:

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from takeback.capture.program import BufferId, Op, Region, show_op
+from takeback.capture.program import BufferId, Op, Phase, Program, Region, show_op
+from takeback.errors import BorrowError
 from takeback.ownership import borrow
+from takeback.ownership.facts import EMPTY
 from takeback.ownership.lifetimes import Lifetime, lifetimes
 from takeback.passes.draft import Draft, Overwrites, slot_of
 from takeback.plan import Item, ItemId, Problem, lower_bound_bytes, solve, validate
@@ -54,6 +56,7 @@ def asks_for_results(kind: Kind) -> bool:
 def lay_out(draft: Draft) -> Layout:
     """Places everything and proves it."""
     program = draft.program
+    _check_form(program)
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
     ticks = _ticks(program.ops)
@@ -111,6 +114,18 @@ def lay_out(draft: Draft) -> Layout:
     return layout
 
 
+def _check_form(program: Program) -> None:
+    """What every pass must leave as it was: nothing but the update after the update, and no look beyond a buffer."""
+    updating = False
+    for op in program.ops:
+        updating = updating or op.phase is Phase.UPDATE
+        assert op.phase is Phase.UPDATE or not updating, f"{op.name} comes after the update has begun"
+        for region in (*op.inputs, *op.outputs):
+            buffer = program.buffers[region.buffer]
+            inside = buffer.role.borrowed or region.span_bytes[1] <= buffer.size_bytes
+            assert inside, f"{op.name} looks beyond the {buffer.size_bytes} bytes of %{buffer.id}"
+
+
 def _kinds(draft: Draft) -> Iterator[Kind]:
     for op in draft.program.ops:
         first = op.results[0] if op.results else None
@@ -129,6 +144,7 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
     """What every op does to the arena's bytes: a new value for every write, its reads by the value they mean."""
     program = layout.draft.program
     version: dict[BufferId, int] = {}
+    empty = {r.buffer for op in program.ops if op.target in EMPTY for r in op.outputs}
     count = 0
 
     def access(buffer: BufferId) -> borrow.Access:
@@ -142,8 +158,12 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
         if kind is Kind.NOTHING:
             continue
         mutated = set(op.mutates)
-        # A buffer's first write may be an op that fills it in place: then there is nothing to read yet.
-        read = dict.fromkeys(r.buffer for r in op.inputs if r.buffer in layout.offsets and r.buffer in version)
+        placed = [r.buffer for r in op.inputs if r.buffer in layout.offsets]
+        # A buffer's first write may be an op that fills it in place, and what torch.empty gave holds anything.
+        early = [b for b in placed if b not in version and b not in mutated and b not in empty]
+        if early:
+            raise BorrowError(f"{show_op(op, program.buffers)[:200]} reads %{early[0]} before anything has written it")
+        read = dict.fromkeys(b for b in placed if b in version)
         reads = {b: access(b) for b in read}
         written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in layout.offsets)
         written.update(dict.fromkeys(b for b in mutated if b in layout.offsets))
