@@ -3,8 +3,8 @@
     python benchmarks/cpu.py [--rounds 12] [--out benchmarks/results/cpu.json]
 
 Fixed sizes: gpt = vocabulary 8192, width 384, 4 layers, 8 x 256 tokens, AdamW fused; resnet = ResNet-50, 8 x 112², SGD
-with momentum. Every round runs one step of each system in turn, so that a slow moment of a shared machine hits all of
-them; ratios are medians of the rounds' own ratios. Peaks are tensor bytes as the allocator saw them.
+with momentum. Every round runs one step of each system, in a shuffled order, so that a slow moment of a shared machine
+hits all of them; ratios are medians of the rounds' own ratios. Peaks are tensor bytes as the allocator saw them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import functools
 import json
 import platform
+import random
 import resource
 import statistics
 import time
@@ -90,7 +91,7 @@ def page_faults(step: Callable[[], torch.Tensor], steps: int = 3) -> float:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / steps
 
 
-def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
+def measure(name: str, rounds: int, progress: Progress, *, inductor: bool) -> list[Row]:
     kind, size = CASES[name]
     native = allocator.load()
     assert native is not None, "the benchmark measures with the native allocator; it needs g++"
@@ -103,13 +104,15 @@ def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
     eager = cases["eager"]
     steps: dict[str, Callable[[], torch.Tensor]] = {
         "eager": lambda: eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch),
-        "torch.compile": compiled_by_inductor(cases["torch.compile"]),
+        **({"torch.compile": compiled_by_inductor(cases["torch.compile"])} if inductor else {}),
         **{s: functools.partial(step, *cases[s].batch) for s, step in compiled.items()},
     }
     times: dict[str, list[float]] = {s: [] for s in steps}
     task = progress.add_task(name, total=rounds + 4)
     for r in range(rounds + 4):
-        for system, step in steps.items():
+        # A shuffled order: what one leaves behind (spinning threads, a warm heap) must not always meet the same one.
+        for system in random.Random(r).sample(list(steps), len(steps)):
+            step = steps[system]
             torch.manual_seed(r)
             start = time.perf_counter()
             step()
@@ -128,7 +131,10 @@ def measure(name: str, rounds: int, progress: Progress) -> list[Row]:
     rows = []
     for system in steps:
         ratio = statistics.median(t / e for t, e in zip(times[system], times["eager"], strict=True))
-        to_compile = statistics.median(t / e for t, e in zip(times[system], times["torch.compile"], strict=True))
+        base = times.get("torch.compile")
+        to_compile = (
+            statistics.median(t / e for t, e in zip(times[system], base, strict=True)) if base else float("nan")
+        )
         rows.append(
             Row(
                 name,
@@ -151,14 +157,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds per case")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument(
+        "--without-compile",
+        action="store_true",
+        help="leave torch.compile out",
+    )
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: as torch finds them)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu.json")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     console = Console(width=120)
+    inductor = not arguments.without_compile
     with Progress(console=console) as progress:
-        rows = [row for name in arguments.cases for row in measure(name, arguments.rounds, progress)]
+        rows = [row for name in arguments.cases for row in measure(name, arguments.rounds, progress, inductor=inductor)]
     heads = ("case", "system", "median s", "min s", "x eager", "x compile", "peak MiB", "x eager", "mallocs", "faults")
     table = Table(*heads)
     for r in rows:
