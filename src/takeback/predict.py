@@ -16,7 +16,8 @@ from takeback.capture import subject as subjects
 from takeback.capture.batch import map_tensors, tensors_of
 from takeback.capture.fakes import FakeWorld
 from takeback.capture.session import capture
-from takeback.capture.update import disproof, own_step_reason, write_update
+from takeback.capture.twin import disproof
+from takeback.capture.update import own_step_reason, write_update
 from takeback.errors import OptionError
 from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes

@@ -22,7 +22,8 @@ from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
 from takeback.capture.program import Op, Program, Region
 from takeback.capture.session import AuxSlot, Capture, Subject, capture
-from takeback.capture.update import Update, disproof, own_step_reason, write_update
+from takeback.capture.twin import disproof
+from takeback.capture.update import Update, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
 from takeback.errors import CaptureError
 from takeback.explain.report import Measured, Report, build_report

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from takeback.capture import update
-from takeback.capture.update import disproof, own_step_reason
+from takeback.capture.twin import disproof
+from takeback.capture.update import own_step_reason
 
 SGD = [
     {},

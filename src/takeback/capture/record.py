@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +26,10 @@ from takeback.capture.program import (
     Program,
     Region,
     Role,
-    Scratch,
     Site,
 )
 from takeback.capture.randomness import RandomTrail
+from takeback.capture.scratch import AllocatorEvent, attach_scratch
 from takeback.capture.site import Sites
 from takeback.errors import CaptureError
 
@@ -48,17 +48,6 @@ class AllocatorLog(Protocol):
     """What the recorder needs of the native allocator: where to say which op runs."""
 
     cell: Any
-
-
-@dataclass(frozen=True, slots=True)
-class AllocatorEvent:
-    """One request or release of memory, while the op at position `op` ran."""
-
-    is_alloc: bool
-    op: int
-    size_bytes: int
-    block: int
-    address: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,27 +437,3 @@ def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:
     place = {id(op): i for i, op in enumerate(after)}
     table = [place[id(op)] for op in before] + [len(after)]
     return lambda position: table[position]
-
-
-def attach_scratch(ops: Sequence[Op], address_of: Mapping[BufferId, int], events: Sequence[AllocatorEvent]) -> list[Op]:
-    """The ops with what each took from the allocator while it ran."""
-    per_op: dict[int, list[AllocatorEvent]] = {}
-    for event in events:
-        per_op.setdefault(event.op, []).append(event)
-    attached: list[Op] = []
-    for position, op in enumerate(ops):
-        inside = per_op.get(position)
-        attached.append(replace(op, scratch=_scratch(op, address_of, inside)) if inside else op)
-    return attached
-
-
-def _scratch(op: Op, address_of: Mapping[BufferId, int], events: list[AllocatorEvent]) -> tuple[Scratch, ...]:
-    results = {address_of[r.buffer]: r.buffer for r in op.outputs if r.buffer in address_of}
-    taken: dict[int, Scratch] = {}
-    for time, event in enumerate(events):
-        if event.is_alloc:
-            taken[event.block] = Scratch(event.size_bytes, time, None, results.get(event.address))
-        elif event.block in taken:
-            # The address of a result may have been used for scratch before it.
-            taken[event.block] = replace(taken[event.block], end=time, result=None)
-    return tuple(taken.values())

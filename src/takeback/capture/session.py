@@ -21,7 +21,8 @@ from takeback.capture.batch import map_tensors, microbatch, objects_of, tensors_
 from takeback.capture.guards import Guard
 from takeback.capture.leaks import watch_leaks
 from takeback.capture.program import Phase, Program, Role
-from takeback.capture.record import AllocatorEvent, Recorder
+from takeback.capture.record import Recorder
+from takeback.capture.scratch import AllocatorEvent
 from takeback.errors import CaptureError
 
 

@@ -2,8 +2,7 @@
 
 In: a program whose gradients are known, and the user's optimizer after its first own step (so that its state exists).
 Out: the program with the update appended, and the formulas of its run-time scalars; or a reason why the optimizer's own
-`step()` is called instead. The ops are proved on a twin: a two-parameter optimizer with the same settings takes a step
-under the recorder, and what torch did must be, op for op and number for number, what is written here.
+`step()` is called instead. capture/twin.py proves that this is what torch does.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from takeback.capture.program import (
     Region,
     Role,
 )
-from takeback.capture.record import Recorder
 
 aten = torch.ops.aten
 
@@ -38,7 +36,6 @@ _GLOBAL_HOOKS = (
     optimizer_module._global_optimizer_post_hooks,
 )
 
-_DEFAULTS = (("alpha", 1.0), ("value", 1.0))
 _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
 
 
@@ -123,7 +120,7 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-class _Writer:
+class UpdateWriter:
     """Appends ops to a program; every tensor it is given is one that the program knows or borrows."""
 
     def __init__(self, program: Program) -> None:
@@ -191,7 +188,7 @@ def _path(group: Group) -> str:
     return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
 
 
-def _write_group(w: _Writer, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
+def _write_group(w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     by_dtype: dict[torch.dtype, list[_Slice]] = {}
     for s in slices:
         by_dtype.setdefault(s.parameter.dtype, []).append(s)
@@ -213,7 +210,7 @@ def _write_group(w: _Writer, kind: str, group: Group, slices: Sequence[_Slice], 
 # -- SGD ---------------------------------------------------------------------------------------------------------
 
 
-def _sgd_single(w: _Writer, group: Group, s: _Slice) -> None:
+def _sgd_single(w: UpdateWriter, group: Group, s: _Slice) -> None:
     grad = s.grad
     if group["weight_decay"] != 0:
         grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, "weight_decay"))
@@ -233,7 +230,7 @@ def _sgd_single(w: _Writer, group: Group, s: _Slice) -> None:
     w.write(aten.add_.Tensor, s.parameter, grad, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     if group["weight_decay"] != 0:
@@ -250,7 +247,7 @@ def _sgd_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) ->
     w.write(aten._foreach_add_.List, parameters, grads, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_fused(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     bufs = tuple(s.states["momentum_buffer"] for s in slices) if group["momentum"] != 0 else ()
     grads = tuple(s.grad for s in slices)
@@ -271,27 +268,27 @@ def _sgd_fused(w: _Writer, group: Group, slices: Sequence[_Slice], _: bool) -> N
 # -- Adam and AdamW ----------------------------------------------------------------------------------------------
 
 
-def _named(w: _Writer, name: str) -> HyperScalar:
+def _named(w: UpdateWriter, name: str) -> HyperScalar:
     return w.scalar(name, lambda g, _: g[name])
 
 
-def _beta(w: _Writer, i: int) -> HyperScalar:
+def _beta(w: UpdateWriter, i: int) -> HyperScalar:
     return w.scalar(f"beta{i + 1}", lambda g, _: g["betas"][i])
 
 
-def _one_minus_beta(w: _Writer, i: int) -> HyperScalar:
+def _one_minus_beta(w: UpdateWriter, i: int) -> HyperScalar:
     return w.scalar(f"1 - beta{i + 1}", lambda g, _: 1 - g["betas"][i])
 
 
-def _decay(w: _Writer) -> HyperScalar:
+def _decay(w: UpdateWriter) -> HyperScalar:
     return w.scalar("1 - lr * weight_decay", lambda g, _: 1 - g["lr"] * g["weight_decay"])
 
 
-def _root_correction(w: _Writer, step: torch.Tensor | None) -> HyperScalar:
+def _root_correction(w: UpdateWriter, step: torch.Tensor | None) -> HyperScalar:
     return w.scalar("sqrt(1 - beta2^t)", lambda g, t: (1 - g["betas"][1] ** t) ** 0.5, step)
 
 
-def _adam_single(w: _Writer, group: Group, s: _Slice, decoupled: bool) -> None:
+def _adam_single(w: UpdateWriter, group: Group, s: _Slice, decoupled: bool) -> None:
     grad = s.grad
     m, v = s.states["exp_avg"], s.states["exp_avg_sq"]
     w.write(aten.add_.Tensor, s.states["step"], 1)
@@ -310,7 +307,7 @@ def _adam_single(w: _Writer, group: Group, s: _Slice, decoupled: bool) -> None:
     w.write(aten.addcdiv_.default, s.parameter, m, scaled, value=size)
 
 
-def _adam_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -336,7 +333,7 @@ def _adam_foreach(w: _Writer, group: Group, slices: Sequence[_Slice], decoupled:
     w.write(aten._foreach_addcdiv_.ScalarList, parameters, m, roots, sizes)
 
 
-def _adam_fused(w: _Writer, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -367,7 +364,7 @@ def write_update(
     names: Mapping[int, str],
 ) -> tuple[Program, Update]:
     """The program with the optimizer's update appended. Call only if `own_step_reason` gave None."""
-    w = _Writer(program)
+    w = UpdateWriter(program)
     kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
     position = {id(p): i for i, p in enumerate(parameters)}
     for index, group in enumerate(optimizer.param_groups):
@@ -389,83 +386,3 @@ def write_update(
             _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)))
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
     return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer))
-
-
-def disproof(optimizer: torch.optim.Optimizer) -> str | None:
-    """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference."""
-    groups, grads, names = [], [], {}
-    for g, group in enumerate(optimizer.param_groups):
-        dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
-        twins = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in dtypes for _ in range(2)]
-        names.update({id(p): f"p{g}.{i}" for i, p in enumerate(twins)})
-        settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
-        groups.append({**settings, "params": twins})
-        grads += twins
-    settings = {k: v for k, v in optimizer.defaults.items() if k != "decoupled_weight_decay"}
-    twin = type(optimizer)(groups, **settings)
-    for p in grads:
-        p.grad = torch.full_like(p, 0.5)
-    for _ in range(2):
-        twin.step()
-    known: dict[torch.Tensor, tuple[Role, str]] = {}
-    for p in grads:
-        known[p] = (Role.PARAMETER, names[id(p)])
-        known[p.grad] = (Role.CLOSURE, f"{names[id(p)]}.grad")
-        for name, value in twin.state[p].items():
-            if isinstance(value, torch.Tensor):
-                known[value] = (Role.STATE, f"{names[id(p)]}.{name}")
-    empty = Program((), {}, {}, {}, Region(BufferId(0), torch.float32, (), (), 0))
-    recorder = Recorder(known, ())
-    base = _Writer(empty)
-    regions = {i: base.borrow(p.grad, Role.CLOSURE, f"{names[id(p)]}.grad") for i, p in enumerate(grads)}
-    empty = replace(empty, buffers=base.buffers, externals=base.externals, grads=regions)
-    written, update = write_update(empty, twin, grads, names)
-    scalars = update.scalars()
-    recorder.phase = Phase.UPDATE
-    with recorder:
-        twin.step()
-    ours = _canonical(written.ops, written.buffers, scalars)
-    # torch.tensor(1.0) inside the optimizer is a constant here, and a copy of one to the recorder.
-    lifted = {
-        op.outputs[0].buffer
-        for op in recorder.ops
-        if op.target is aten.clone.default and recorder.buffers[op.inputs[0].buffer].role is Role.CONSTANT
-    }
-    buffers = {
-        b: replace(buffer, role=Role.CONSTANT) if b in lifted else buffer for b, buffer in recorder.buffers.items()
-    }
-    real = [op for op in recorder.ops if op.holds is None and not any(r.buffer in lifted for r in op.outputs)]
-    theirs = _canonical(real, buffers, scalars)
-    for mine, torchs in zip(ours, theirs, strict=False):
-        if mine != torchs:
-            return f"torch {torch.__version__} updates with {torchs} where takeback wrote {mine}"
-    if len(ours) != len(theirs):
-        return f"torch {torch.__version__} updates with {len(theirs)} ops where takeback wrote {len(ours)}"
-    return None
-
-
-def _canonical(
-    ops: Sequence[Op], buffers: Mapping[BufferId, Buffer], scalars: Sequence[float]
-) -> list[tuple[object, ...]]:
-    """Ops as comparable data: borrowed buffers by name, internal ones by order of appearance."""
-    order: dict[BufferId, int] = {}
-
-    def show(arg: Argument) -> object:
-        if isinstance(arg, Region):
-            buffer = buffers[arg.buffer]
-            name = buffer.name
-            if buffer.role in (Role.INTERNAL, Role.CONSTANT):
-                name = f"{buffer.role.value}{order.setdefault(arg.buffer, len(order))}"
-            return (name, arg.dtype, arg.shape, arg.stride)
-        if isinstance(arg, HyperScalar):
-            return float(scalars[arg.index])
-        if isinstance(arg, tuple):
-            return tuple(show(a) for a in arg)
-        return float(arg) if isinstance(arg, int | float) and not isinstance(arg, bool) else arg
-
-    def show_named(op: Op) -> tuple[tuple[str, object], ...]:
-        shown = ((name, show(arg)) for name, arg in op.kwargs.items())
-        # The dispatcher drops arguments that have their default value.
-        return tuple(sorted((n, v) for n, v in shown if v is not None and (n, v) not in _DEFAULTS))
-
-    return [(str(op.target), tuple(show(a) for a in op.args), show_named(op)) for op in ops]

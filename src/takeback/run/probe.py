@@ -23,7 +23,7 @@ from takeback.capture.program import (
     map_regions,
     regions,
 )
-from takeback.capture.record import attach_scratch
+from takeback.capture.scratch import attach_scratch
 from takeback.ownership.facts import COPY, EMPTY, FILL
 from takeback.run.allocator import Cell, Native
 from takeback.run.recording import Log

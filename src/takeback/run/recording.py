@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from takeback.capture.record import AllocatorEvent
+from takeback.capture.scratch import AllocatorEvent
 from takeback.run.allocator import ALLOC, Cell, Native, Recording
 
 
