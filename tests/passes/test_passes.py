@@ -108,6 +108,26 @@ def test_chunked_cross_entropy_has_eagers_bits(
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
+def test_chunk_loss_leaves_a_gradient_alone_that_a_hook_writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask is empty while the plan is compared with eager, and acts later: nobody would notice afterwards."""
+    monkeypatch.setattr(chunk_loss_module, "CHUNK_BYTES", 10 * 50 * 4)
+    torch.manual_seed(0)
+    models = [nn.Linear(16, 50), nn.Linear(16, 50)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def loss_fn(m: Any, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        logp = F.log_softmax(m(x), 1)
+        logp.register_hook(lambda grad: grad.masked_fill_(mask, 0.0))
+        return F.nll_loss(logp, y)
+
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    step = tb.compile_step(models[0], loss_fn, optimizers[0])
+    for i in range(6):
+        batch = (torch.randn(100, 16), torch.randint(0, 50, (100,)), torch.rand(100, 50) < (0.5 if i > 3 else -1.0))
+        assert torch.equal(step(*batch), eager_step(models[1], loss_fn, optimizers[1], batch)), i
+    assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
 def test_chunk_loss_refuses_log_probabilities_that_are_read_again() -> None:
     def loss_fn(m: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logp = F.log_softmax(m(x), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -122,30 +123,27 @@ def test_running_statistics_are_updated_once_where_a_batch_norm_is_rebuilt() -> 
         assert torch.equal(a, b), name
 
 
+class Decaying(nn.Module):
+    """Reads a buffer of its own, then changes it: what was made of it cannot be made again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("gain", torch.linspace(0.1, 2.0, 128 * 64).reshape(128, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.linear(x) * torch.sin(self.gain)
+        self.gain.mul_(0.9)
+        return out
+
+
 def test_value_whose_operand_is_written_in_between_is_not_rebuilt() -> None:
-    """h is overwritten in place by the user after gelu has read it: rebuilding gelu(h) later would read the ruin."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-
-    def loss_fn(m: Any, x: torch.Tensor) -> torch.Tensor:
-        total = x.new_zeros(())
-        h = x
-        for layer in m:
-            h = layer(h)
-            buffer = h.detach().clone()
-            active = torch.sin(buffer) * h
-            buffer.zero_()
-            h = active + buffer
-            total = total + active.square().mean()
-        return total
-
-    x = torch.randn(128, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    import copy
-
+    model = nn.Sequential(*(Decaying() for _ in range(4)))
     twin = copy.deepcopy(model)
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    step = tb.compile_step(model, loss_fn, optimizer, poison=True)
+    optimizer, twins = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    step = tb.compile_step(model, lambda m, x: m(x).square().mean(), optimizer, poison=True)
     for i in range(4):
-        assert torch.equal(step(x + i), eager_step(twin, loss_fn, twin_optimizer, (x + i,)))
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        x = torch.randn(128, 64, generator=torch.Generator().manual_seed(i))
+        assert torch.equal(step(x), eager_step(twin, lambda m, x: m(x).square().mean(), twins, (x,)))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))

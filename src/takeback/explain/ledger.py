@@ -45,10 +45,6 @@ def ledger(layout: Layout) -> tuple[Entry, ...]:
     return (*_moved(layout), *_made(layout), *_returned(layout))
 
 
-def copies(layout: Layout) -> tuple[Entry, ...]:
-    return tuple(e for e in ledger(layout) if e.fate is Fate.COPIED)
-
-
 def _line(op: Op) -> str:
     return str(op.site) if op.site else ""
 

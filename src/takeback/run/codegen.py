@@ -126,7 +126,6 @@ class _Emitter:
         self._batch: dict[Region, str] = {}
         self._grad: dict[bool, bool | None] = {False: None, True: None}
         self._poison = _deaths(layout) if poison else {}
-        self._poisoned = poison
 
     def emit(self) -> None:
         for position, (op, kind) in enumerate(zip(self.program.ops, self.layout.kinds, strict=True)):

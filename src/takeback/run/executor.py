@@ -7,7 +7,7 @@ user's tensors (running statistics, counters) is saved first and put back if the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class Counters:
     landed: int = 0  #: results copied into their place because their op put them elsewhere
     landed_bytes: int = 0
     worker_new: int = 0  #: blocks the worker threads' free lists had to take anew
-    events: list[str] = field(default_factory=list)
 
 
 class Executor:
@@ -50,7 +49,6 @@ class Executor:
         self._script: Script | None = None
         self._compute: Callable[[list[torch.Tensor]], None] | None = None
         self._update: Callable[[Sequence[float]], None] | None = None
-        self._tensors: dict[Region, torch.Tensor] = {}
         arena.reserve_(layout.arena_bytes)
         borrowed = written_before_update(self.program)
         self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
