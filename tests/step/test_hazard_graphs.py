@@ -595,3 +595,43 @@ def test_gradient_that_is_a_moved_copy_is_kept_for_the_caller(make: Callable[...
             assert torch.equal(p.grad, q.grad), (i, name)
             assert torch.equal(p, q), (i, name)
     assert step._plans[0].executor.layout.draft.moves, "the copy was not moved: this test shows nothing"
+
+
+class HandsBackWhatItSaved(torch.autograd.Function):
+    """A backward whose gradient *is* a saved value: however cheap to rebuild, it must be there for the update."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, ctx.saved_tensors[0]
+
+
+def test_forward_value_that_becomes_a_gradient_is_not_rebuilt_away() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linears = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(4))
+            self.b = torch.nn.ParameterList(torch.randn(64, 32) for _ in range(4))
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        for linear, b in zip(m.linears, m.b, strict=True):
+            x = HandsBackWhatItSaved.apply(torch.nn.functional.gelu(linear(x)), b).tanh()
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, twin)]
+    step = compile_step(model, loss_fn, optimizers[0], poison=True)
+    for i in range(5):
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(i))
+        optimizers[1].zero_grad()
+        expected = loss_fn(twin, x)
+        expected.backward()
+        optimizers[1].step()
+        assert torch.equal(step(x), expected.detach()), i
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)), i
