@@ -17,7 +17,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 # A part is a folder or a file directly below src/takeback. "__init__" is the package itself, which exports
 # the compiler: to import it from a part is to import everything.
-COMPILER = ("capture", "ownership", "passes", "plan", "run", "explain", "step", "backend", "cli", "__init__")
+COMPILER = ("capture", "ownership", "passes", "plan", "run", "explain", "budget", "step", "backend", "cli", "__init__")
 PARTS = (*COMPILER, "errors", "options", "nn", "grads", "workspace", "guard", "parallel", "zoo")
 
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "plan": frozenset(),
     "run": frozenset({"capture", "ownership", "passes", "plan"}),
     "explain": frozenset({"capture", "ownership", "passes", "plan", "run"}),
-    "step": frozenset({"capture", "ownership", "passes", "plan", "run", "explain"}),
+    "budget": frozenset({"capture", "ownership", "passes", "plan", "run", "explain"}),
+    "step": frozenset({"capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
     "nn": frozenset(),
     "grads": frozenset(),
     "workspace": frozenset(),

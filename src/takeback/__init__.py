@@ -3,6 +3,7 @@
 from takeback.errors import (
     BorrowError,
     CaptureError,
+    MemoryTargetError,
     OptionError,
     PlanError,
     TakebackError,
@@ -18,6 +19,7 @@ __all__ = [
     "BorrowError",
     "CaptureError",
     "CompiledStep",
+    "MemoryTargetError",
     "OptionError",
     "PlanError",
     "Report",

@@ -28,3 +28,15 @@ class VerifyError(TakebackError):
 
 class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
+
+
+class MemoryTargetError(OptionError):
+    """The step's peak cannot be as low as `memory=` asks."""
+
+    def __init__(self, target_bytes: int, lowest_bytes: int, text: str = "") -> None:
+        super().__init__(
+            text
+            or f"the planned values cannot peak at {target_bytes:,} bytes or less; the lowest peak is {lowest_bytes:,}"
+        )
+        self.target_bytes = target_bytes
+        self.lowest_bytes = lowest_bytes

@@ -27,20 +27,24 @@ class Options:
     verify_every: int = 0
     max_plans: int = 8
     poison: bool = False
+    solve_s: float = 8.0
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
         _one_of("update", self.update, known=("end", "early"), ready=("end",))
-        if self.memory not in ("auto", "keep"):
-            if not isinstance(self.memory, str) or not (self.memory == "min" or _TARGET.fullmatch(self.memory)):
-                raise OptionError(
-                    f"memory must be 'auto', 'min', 'keep', a part of eager's peak such as '0.6x' or a size such as "
-                    f"'12GiB', got {self.memory!r}"
-                )
+        known = isinstance(self.memory, str) and (
+            self.memory in ("auto", "min", "keep") or _TARGET.fullmatch(self.memory.strip())
+        )
+        if not known:
             raise OptionError(
-                f"memory={self.memory!r} is not in this version. Use memory='auto', which rebuilds what is cheap to "
-                f"rebuild, or memory='keep', which computes nothing twice."
+                f"memory must be 'auto', 'min', 'keep', a part of eager's peak such as '0.6x' or a size such as "
+                f"'12GiB', got {self.memory!r}"
             )
+        if self.memory not in ("auto", "min", "keep"):
+            memory_target(self.memory)
+        limit = self.solve_s
+        if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < float("inf"):
+            raise OptionError(f"solve_s must be a positive number of seconds, got {limit!r}")
         for name in ("scaler", "group"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{name}= is not supported in this version. Leave it at None.")
@@ -53,6 +57,17 @@ class Options:
         norm = self.clip_norm
         if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
             raise OptionError(f"clip_norm must be a positive number or None, got {norm!r}")
+
+
+def memory_target(memory: str) -> float | int:
+    """What "0.6x" or "12GiB" asks for: a share of eager's peak (a float), or bytes (an int)."""
+    text = memory.strip()
+    if not text.lower().endswith("x"):
+        return parse_bytes(text)
+    share = float(text[:-1])
+    if share <= 0:
+        raise OptionError(f"memory={memory!r} leaves nothing: a part of eager's peak is more than 0")
+    return share
 
 
 def _one_of(name: str, value: object, *, known: tuple[str, ...], ready: tuple[str, ...]) -> None:

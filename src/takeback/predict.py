@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from takeback.budget import plan_within
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_tensors, tensors_of
 from takeback.capture.fakes import FakeWorld
@@ -21,10 +22,9 @@ from takeback.capture.update import own_step_reason, write_update
 from takeback.errors import OptionError
 from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes
-from takeback.passes import Draft, Refusal, passes_for, run_passes
+from takeback.passes import Refusal
 from takeback.run import allocator
 from takeback.run.executor import undo_bytes
-from takeback.run.layout import lay_out
 from takeback.run.probe import probe_scratch
 
 MakeCase = Callable[[int], Any]
@@ -42,6 +42,7 @@ def predict(
     accumulate: int = 1,
     clip_norm: float | None = None,
     keep_grads: bool = False,
+    solve_s: float = 8.0,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -50,7 +51,9 @@ def predict(
     A step that asks "am I being traced?" may show another program to fake tensors than it runs; the report of a
     compiled step is the truth.
     """
-    options = Options(mode=mode, memory=memory, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads)
+    options = Options(
+        mode=mode, memory=memory, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads, solve_s=solve_s
+    )
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
     subjects.check(model, loss_fn, optimizer)
@@ -83,7 +86,8 @@ def predict(
         program = probe_scratch(program, native, progress)
     keep = options.keep_grads or not planned
     kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-    layout = lay_out(run_passes(Draft(program, kept), passes_for(options.memory)))
+    plan = plan_within(program, kept, options)
+    layout = plan.layout
     grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
     return build_report(
         layout,
@@ -92,6 +96,8 @@ def predict(
         undo_bytes=undo_bytes(layout.draft.program),
         kept_grad_bytes=grads,
         placed=native is not None,
+        step_s=plan.step_s,
+        added_s=plan.added_s,
     )
 
 

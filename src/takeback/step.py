@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from takeback.budget import Planned, plan_within
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
 from takeback.capture.program import Op, Program, Region
@@ -28,13 +29,12 @@ from takeback.capture.watch import Watch, ambient
 from takeback.errors import CaptureError
 from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
-from takeback.passes import Draft, Refusal, passes_for, run_passes
+from takeback.passes import Refusal
 from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
 from takeback.run.executor import Executor, undo_bytes
-from takeback.run.layout import lay_out
 from takeback.run.recording import recorder
 from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
@@ -55,6 +55,7 @@ def compile_step(
     verify_every: int = 0,
     max_plans: int = 8,
     poison: bool = False,
+    solve_s: float = 8.0,
 ) -> CompiledStep:
     """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
 
@@ -62,7 +63,9 @@ def compile_step(
     is recorded; every later one replays the plan, with eager's bits.
 
     mode          "exact": the same kernels as eager, bit-identical results
-    memory        "auto": what is cheap to rebuild is dropped over the peak; "keep": nothing is computed twice
+    memory        "auto": as low as rebuilding goes without the step becoming slower than eager; "min": as low as it
+                  goes; "0.6x" of eager's peak above resident memory, or "12GiB" in all, with the least added time;
+                  "keep": nothing is computed twice
     update        "end": the optimizer runs after the backward
     accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
@@ -70,6 +73,7 @@ def compile_step(
     verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
     max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
+    solve_s       how long the choice of what to rebuild may take, in seconds
     """
     options = Options(
         mode,
@@ -83,6 +87,7 @@ def compile_step(
         verify_every,
         max_plans,
         poison,
+        solve_s,
     )
     subjects.check(model, loss_fn, optimizer)
     return CompiledStep(model, loss_fn, optimizer, options)
@@ -96,6 +101,7 @@ class Plan:
     watch: Watch
     update: Update | None
     executor: Executor
+    planned: Planned
     original: Program
     aux_form: Any
     has_aux: bool
@@ -191,6 +197,8 @@ class CompiledStep:
             kept_grad_bytes=kept,
             measured=measured,
             placed=self._native is not None,
+            step_s=plan.planned.step_s,
+            added_s=plan.planned.added_s,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -239,11 +247,11 @@ class CompiledStep:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-        draft = run_passes(Draft(program, kept), passes_for(self.options.memory))
-        executor = Executor(lay_out(draft), self._arena, self._native, poison=self.options.poison)
+        planned = plan_within(program, kept, self.options)
+        executor = Executor(planned.layout, self._arena, self._native, poison=self.options.poison)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
-        plan = Plan(key, watch, update, executor, program, got.aux_form, got.has_aux, tuple(refusals), names)
+        plan = Plan(key, watch, update, executor, planned, program, got.aux_form, got.has_aux, tuple(refusals), names)
         self._plans.insert(0, plan)
         del self._plans[self.options.max_plans :]
         self._last = plan

@@ -58,7 +58,7 @@ def test_move_drops_a_copy_of_a_dying_value_and_keeps_one_that_is_read_again() -
 def test_gradient_sum_is_added_onto_its_first_contribution() -> None:
     model = nn.Linear(4, 4, bias=False)
     program = recorded(model, lambda m, x: (m(m(x)) + m(x)).square().mean(), torch.randn(3, 4))
-    draft = run_passes(Draft(program), passes_for("keep"))
+    draft = run_passes(Draft(program), passes_for())
     sums = [op for op in draft.program.ops if op.phase.value == "backward" and op.name.startswith("add")]
     assert sums, "no sum of gradients in this step: it shows nothing"
     for op in sums:
@@ -142,7 +142,7 @@ def _draft() -> Draft:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     program = recorded(model, lambda m, x: m(x).square().mean(), torch.randn(5, 8))
-    return run_passes(Draft(program), passes_for("keep"))
+    return run_passes(Draft(program), passes_for())
 
 
 def test_sabotaged_overwriting_of_a_value_that_is_read_again_is_caught_by_the_borrow_check() -> None:

@@ -207,6 +207,11 @@ class Program:
     eager_death: Mapping[BufferId, int] = field(default_factory=dict)  #: the op before which eager had freed it
 
     @property
+    def device_type(self) -> str:
+        """Where the step runs: "cpu" or "cuda"."""
+        return next((t.device.type for t in self.externals.values()), "cpu")
+
+    @property
     def returned(self) -> tuple[Region, ...]:
         """What the caller receives, and so must outlive the arena."""
         return (self.loss, *self.aux) + ((self.grad_norm,) if self.grad_norm else ())

@@ -55,6 +55,8 @@ class Report:
     measured: Measured | None
     placed: bool  #: False where there is no native allocator
     notes: tuple[str, ...]
+    step_s: float = 0.0  #: predicted for this machine, without rebuilding
+    added_s: float = 0.0  #: predicted: what rebuilding adds
     torch_version: str = torch.__version__
 
     def __str__(self) -> str:
@@ -88,6 +90,8 @@ def build_report(
     kept_grad_bytes: int = 0,
     measured: Measured | None = None,
     placed: bool = True,
+    step_s: float = 0.0,
+    added_s: float = 0.0,
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold."""
     program = layout.draft.program
@@ -138,6 +142,8 @@ def build_report(
         measured=measured,
         placed=placed,
         notes=tuple(notes),
+        step_s=step_s,
+        added_s=added_s,
     )
 
 

@@ -22,11 +22,11 @@ def alive_bytes(program: Program, slots: Mapping[BufferId, BufferId], kept: Coll
     level, curve = 0, []
     for position, op in enumerate(program.ops):
         level += change[position]
-        curve.append(level + _inside(op, slots))
+        curve.append(level + inside_bytes(op, slots))
     return curve
 
 
-def _inside(op: Op, slots: Mapping[BufferId, BufferId]) -> int:
+def inside_bytes(op: Op, slots: Mapping[BufferId, BufferId]) -> int:
     """How far the op's inside rises above its results and operands together: an op that allocates its own results
     may have released its scratch before it asks for them."""
     asks = isinstance(op.target, Special) or not (

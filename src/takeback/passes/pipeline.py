@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
+from takeback.capture.program import Op
 from takeback.passes.chunk_loss import chunk_loss
 from takeback.passes.draft import Draft
 from takeback.passes.functionalize import functionalize
 from takeback.passes.move import move
 from takeback.passes.overwrite import overwrite
-from takeback.passes.recompute import recompute
+from takeback.passes.recompute import Goal, Progress, recompute
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Pass, ...] = (functionalize, move, chunk_loss, recompute, overwrite)
+PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, recompute, overwrite)
 
 
-def passes_for(memory: str) -> tuple[Pass, ...]:
-    """The passes for a setting of `memory`: with "keep", nothing is rebuilt."""
-    return tuple(p for p in PASSES if memory != "keep" or p is not recompute)
+def passes_for(
+    goal: Goal | None = None,
+    *,
+    seconds: Callable[[Op], float] = lambda op: 1.0,
+    limit_s: float = 10.0,
+    progress: Progress | None = None,
+) -> tuple[Pass, ...]:
+    """The passes with their settings bound. Without a goal nothing is rebuilt."""
+    if goal is None:
+        return tuple(p for p in PASSES if p is not recompute)
+    bound = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
+    return tuple(bound if p is recompute else p for p in PASSES)
 
 
-def run_passes(draft: Draft, passes: Sequence[Pass] = PASSES) -> Draft:
+def run_passes(draft: Draft, passes: Sequence[Pass]) -> Draft:
     for each in passes:
         draft = each(draft)
     return draft
