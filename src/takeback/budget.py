@@ -91,7 +91,8 @@ def cost_of(program: Program) -> Callable[[Op], float]:
 def _planned(
     draft: Draft, goal: Goal | None, cost: Callable[[Op], float], options: Options, progress: Progress | None
 ) -> Planned:
-    passes = passes_for(goal, seconds=cost, limit_s=options.solve_s, progress=progress)
+    early = options.update == "early"
+    passes = passes_for(goal, early=early, seconds=cost, limit_s=options.solve_s, progress=progress)
     layout = lay_out(run_passes(draft, passes))
     rebuilt = layout.draft.rebuilt
     added = [op for op in layout.draft.program.ops if any(r.buffer in rebuilt for r in op.outputs)]

@@ -31,7 +31,7 @@ class Options:
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
-        _one_of("update", self.update, known=("end", "early"), ready=("end",))
+        _one_of("update", self.update, known=("end", "early"), ready=("end", "early"))
         known = isinstance(self.memory, str) and (
             self.memory in ("auto", "min", "keep") or _TARGET.fullmatch(self.memory.strip())
         )
@@ -40,11 +40,13 @@ class Options:
                 f"memory must be 'auto', 'min', 'keep', a part of eager's peak such as '0.6x' or a size such as "
                 f"'12GiB', got {self.memory!r}"
             )
-        if self.memory not in ("auto", "min", "keep"):
+        if self.has_target:
             memory_target(self.memory)
         limit = self.solve_s
         if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < float("inf"):
             raise OptionError(f"solve_s must be a positive number of seconds, got {limit!r}")
+        if self.update == "early":
+            self._check_early()
         for name in ("scaler", "group"):
             if getattr(self, name) is not None:
                 raise OptionError(f"{name}= is not supported in this version. Leave it at None.")
@@ -57,6 +59,23 @@ class Options:
         norm = self.clip_norm
         if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
             raise OptionError(f"clip_norm must be a positive number or None, got {norm!r}")
+
+    @property
+    def has_target(self) -> bool:
+        """True if `memory` names a peak that may be out of reach."""
+        return self.memory not in ("auto", "min", "keep")
+
+    def _check_early(self) -> None:
+        if self.clip_norm is not None:
+            raise OptionError(_early_needs(f"clip_norm={self.clip_norm!r} needs the norm of all of them"))
+        if self.accumulate != 1:
+            raise OptionError(_early_needs(f"accumulate={self.accumulate!r} sums them over microbatches first"))
+        if self.keep_grads:
+            raise OptionError(_early_needs("keep_grads=True keeps them to the end"))
+
+
+def _early_needs(what: str) -> str:
+    return f"update='early' updates each parameter before all gradients are known, but {what}. Use update='end'."
 
 
 def memory_target(memory: str) -> float | int:

@@ -26,7 +26,7 @@ from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.twin import disproof
 from takeback.capture.update import Update, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, MemoryTargetError, OptionError
 from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
 from takeback.passes import Refusal
@@ -36,6 +36,7 @@ from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
 from takeback.run.executor import Executor, undo_bytes
 from takeback.run.recording import recorder
+from takeback.run.snapshot import Snapshot
 from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
 
@@ -66,7 +67,8 @@ def compile_step(
     memory        "auto": as low as rebuilding goes without the step becoming slower than eager; "min": as low as it
                   goes; "0.6x" of eager's peak above resident memory, or "12GiB" in all, with the least added time;
                   "keep": nothing is computed twice
-    update        "end": the optimizer runs after the backward
+    update        "end": the optimizer runs after the backward; "early": each parameter is updated as soon as its
+                  gradient is complete, so that gradients hardly exist at the same time
     accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
     keep_grads    leaves a copy of the gradients in `.grad` after each step; otherwise `.grad` is None
@@ -131,6 +133,7 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
+        self._check_early()
         self._native = allocator.load(cache_dir(), compiler())
         self._arena = SharedArena(self._native)
         self._plans: list[Plan] = []  # most recently used first
@@ -164,10 +167,14 @@ class CompiledStep:
             return self._replay(plan, leaves)
         recipe = self._recipe(args, kwargs)
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
-        if not plan.proved or plan.update is None:
+        # Where the update begins before they are all there, the parameters after it are.
+        if plan.update is None or (not plan.proved and options.update == "end"):
             expected = eager_digest(recipe, plan.executor, leaves)
             return self._replay(plan, leaves, lambda: self._proved(plan, expected, leaves))
-        return verified(functools.partial(self._replay, plan, leaves), recipe, plan.executor, leaves)
+        executor = plan.executor
+        out = verified(functools.partial(self._replay, plan, leaves), recipe, executor, leaves)
+        plan.proved = plan.executor is executor  # a rehearsal may have put another in its place
+        return out
 
     @staticmethod
     def _proved(plan: Plan, expected: Mapping[str, int], leaves: Sequence[torch.Tensor]) -> None:
@@ -201,6 +208,16 @@ class CompiledStep:
             added_s=plan.planned.added_s,
         )
 
+    def _check_early(self) -> None:
+        if self.options.update != "early":
+            return
+        reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
+        if reason is not None:
+            raise OptionError(
+                f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
+                f"called: {reason}. Use update='end'."
+            )
+
     # -- a new plan --------------------------------------------------------------------------------------------
 
     def _record(
@@ -215,6 +232,8 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
         )
         self._news.note(key)
+        self._check_early()
+        before = Snapshot(subject.parameters, self._optimizer) if self.options.has_target else None
         with Gate() as gate:
             got: Capture | None = None
             try:
@@ -231,7 +250,15 @@ class CompiledStep:
                 for p in subject.parameters:
                     p.grad = None
                 raise
-            self._make_plan(key, subject, got, leaves)
+            try:
+                self._make_plan(key, subject, got, leaves)
+            except MemoryTargetError:
+                assert before is not None
+                before.restore_()
+                got.rewind_()
+                for p in subject.parameters:
+                    p.grad = None
+                raise
             self._drop_grads(subject.parameters)
         self.grad_norm = got.grad_norm
         loss = got.loss.clone()
@@ -242,7 +269,10 @@ class CompiledStep:
         update: Update | None = None
         reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
         if reason is None:
-            program, update = write_update(program, self._optimizer, subject.parameters, subject.names)
+            early = self.options.update == "early"
+            program, update = write_update(
+                program, self._optimizer, subject.parameters, subject.names, one_by_one=early
+            )
         else:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None

@@ -188,10 +188,12 @@ def _path(group: Group) -> str:
     return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
 
 
-def _write_group(w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
-    by_dtype: dict[torch.dtype, list[_Slice]] = {}
-    for s in slices:
-        by_dtype.setdefault(s.parameter.dtype, []).append(s)
+def _write_group(
+    w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool, one_by_one: bool
+) -> None:
+    parts: dict[object, list[_Slice]] = {}
+    for i, s in enumerate(slices):
+        parts.setdefault(i if one_by_one else s.parameter.dtype, []).append(s)
     path = _path(group)
     if path == "single":
         for s in slices:
@@ -203,7 +205,7 @@ def _write_group(w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Sli
             "adamforeach": _adam_foreach,
             "adamfused": _adam_fused,
         }[kind + path]
-        for part in by_dtype.values():
+        for part in parts.values():
             writer(w, group, part, decoupled)
 
 
@@ -362,8 +364,11 @@ def write_update(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[torch.nn.Parameter],
     names: Mapping[int, str],
+    *,
+    one_by_one: bool = False,
 ) -> tuple[Program, Update]:
-    """The program with the optimizer's update appended. Call only if `own_step_reason` gave None."""
+    """The program with the optimizer's update appended. Call only if `own_step_reason` gave None. `one_by_one`: foreach
+    and fused kernels are called for each parameter by itself, so that each update may run at a time of its own."""
     w = UpdateWriter(program)
     kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
     position = {id(p): i for i, p in enumerate(parameters)}
@@ -383,6 +388,6 @@ def write_update(
             parameter = w.borrow(p, Role.PARAMETER, names[id(p)])
             slices.append(_Slice(parameter, grad, states, table.get("step")))
         if slices:
-            _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)))
+            _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)), one_by_one)
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
     return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer))

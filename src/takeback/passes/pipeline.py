@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 from takeback.capture.program import Op
+from takeback.passes.advance import advance
 from takeback.passes.chunk_loss import chunk_loss
 from takeback.passes.draft import Draft
 from takeback.passes.functionalize import functionalize
@@ -15,21 +16,24 @@ from takeback.passes.recompute import Goal, Progress, recompute
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, recompute, overwrite)
+PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, advance, recompute, overwrite)
 
 
 def passes_for(
     goal: Goal | None = None,
     *,
+    early: bool = False,
     seconds: Callable[[Op], float] = lambda op: 1.0,
     limit_s: float = 10.0,
     progress: Progress | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes with their settings bound. Without a goal nothing is rebuilt."""
-    if goal is None:
-        return tuple(p for p in PASSES if p is not recompute)
-    bound = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
-    return tuple(bound if p is recompute else p for p in PASSES)
+    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up."""
+    bound: dict[Callable[..., Draft], Pass | None] = {} if early else {advance: None}
+    bound[recompute] = None
+    if goal is not None:
+        bound[recompute] = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
+    chosen = (bound.get(p, p) for p in PASSES)
+    return tuple(p for p in chosen if p is not None)
 
 
 def run_passes(draft: Draft, passes: Sequence[Pass]) -> Draft:

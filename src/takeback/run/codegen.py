@@ -1,7 +1,8 @@
 """Writes a layout as straight-line Python: one call per op on tensors that were built beforehand, and nothing else.
 
 In: a layout. Out: `Code`, whose source defines `factory(env)`; `bind` builds the tensors over an arena and returns the
-two functions of a step, `compute(batch)` and `update(scalars)`. Before each op the allocator's cell gets its position.
+two functions of a step, `compute(batch)` and `update(batch, scalars)`. Before each op the allocator's
+cell gets its position.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from takeback.capture.program import Argument, HyperScalar, Op, Phase, Region, R
 from takeback.ownership.facts import FILL, inplace_overload, out_overload
 from takeback.run.calls import Kind, fastest
 from takeback.run.layout import Layout
+
+Compute = Callable[[list[torch.Tensor]], None]
+Update = Callable[[list[torch.Tensor], Sequence[float]], None]
 
 
 class HeldValueChanged(Exception):
@@ -50,7 +54,7 @@ class Code:
         layout: Layout,
         externals: Mapping[Any, torch.Tensor],
         extra: Mapping[str, object],
-    ) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[Sequence[float]], None], dict[str, torch.Tensor]]:
+    ) -> tuple[Compute, Update, dict[str, torch.Tensor]]:
         """Builds every tensor over `arena` and returns (compute, update, the tensors by name)."""
         base = arena.storage_offset()
         tensors: dict[str, torch.Tensor] = {}
@@ -121,15 +125,16 @@ class _Emitter:
         self.layout = layout
         self.program = layout.draft.program
         self.names = _Names()
-        self.prologue: list[str] = []
+        self.prologues: dict[bool, list[str]] = {False: [], True: []}
         self.bodies: dict[bool, list[str]] = {False: [], True: []}
-        self._batch: dict[Region, str] = {}
+        self._batch: dict[tuple[bool, Region], str] = {}
+        self._updating = False  # once it has begun, what is left of the backward belongs to it
         self._grad: dict[bool, bool | None] = {False: None, True: None}
         self._poison = _deaths(layout) if poison else {}
 
     def emit(self) -> None:
         for position, (op, kind) in enumerate(zip(self.program.ops, self.layout.kinds, strict=True)):
-            updating = op.phase is Phase.UPDATE
+            updating = self._updating = self._updating or op.phase is Phase.UPDATE
             body = self.bodies[updating]
             if kind is not Kind.NOTHING:
                 if self._grad[updating] is not op.grad_mode and kind is not Kind.RANDOM:
@@ -214,14 +219,17 @@ class _Emitter:
         return self.names.constant(arg)
 
     def _batch_region(self, region: Region) -> str:
-        if region not in self._batch:
+        key = (self._updating, region)
+        if key not in self._batch:
             name = f"x{len(self._batch)}"
             leaf = self.program.leaves[region.buffer]
             shape, stride = tuple(region.shape), tuple(region.stride)
             dtype = self.names.constant(region.dtype)
-            self.prologue.append(f"{name} = look(B[{leaf}], {dtype}, {shape!r}, {stride!r}, {region.offset})")
-            self._batch[region] = name
-        return self._batch[region]
+            self.prologues[self._updating].append(
+                f"{name} = look(B[{leaf}], {dtype}, {shape!r}, {stride!r}, {region.offset})"
+            )
+            self._batch[key] = name
+        return self._batch[key]
 
 
 def _defaults(target: Any, given: int) -> dict[str, Argument]:
@@ -303,12 +311,13 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
     if poison:
         lines.append("    whole = env['whole']")
     lines.append("    def compute(B):")
-    lines += [f"        {line}" for line in emitter.prologue]
+    lines += [f"        {line}" for line in emitter.prologues[False]]
     if poison:
         lines.append("        whole.fill_(255)")
     lines += [f"        {line}" for line in emitter.bodies[False]] or ["        pass"]
     lines.append("        cell[0] = -1")
-    lines.append("    def update(S):")
+    lines.append("    def update(B, S):")
+    lines += [f"        {line}" for line in emitter.prologues[True]]
     lines += [f"        {line}" for line in emitter.bodies[True]] or ["        pass"]
     lines.append("        cell[0] = -1")
     lines.append("    return compute, update")

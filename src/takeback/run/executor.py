@@ -16,7 +16,7 @@ from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scr
 from takeback.capture.randomness import generator_key
 from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
-from takeback.run.codegen import Code, HeldValueChanged, generate, look, place, same_value
+from takeback.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
 from takeback.run.commit import Gate
 from takeback.run.layout import Layout, asks_for_results, lay_out
 
@@ -47,8 +47,8 @@ class Executor:
         self._cell = Cell()
         self._generation = -1
         self._script: Script | None = None
-        self._compute: Callable[[list[torch.Tensor]], None] | None = None
-        self._update: Callable[[Sequence[float]], None] | None = None
+        self._compute: Compute | None = None
+        self._update: Update | None = None
         arena.reserve_(layout.arena_bytes)
         borrowed = written_before_update(self.program)
         self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
@@ -142,7 +142,7 @@ class Executor:
                         inspect()
                     gate.open = False
                     # From here on the step is being committed, and Ctrl-C waits.
-                    self._update(scalars)
+                    self._update(batch, scalars)
                     if finish is not None:
                         if script is not None:
                             script.leave()

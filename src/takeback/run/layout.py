@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from takeback.capture.program import BufferId, Op, Phase, Program, Region, show_op
+from takeback.capture.program import BufferId, Op, Phase, Program, Region, Special, show_op
 from takeback.errors import BorrowError
 from takeback.ownership import borrow
 from takeback.ownership.facts import EMPTY
@@ -115,11 +115,13 @@ def lay_out(draft: Draft) -> Layout:
 
 
 def _check_form(program: Program) -> None:
-    """What every pass must leave as it was: nothing but the update after the update, and no look beyond a buffer."""
+    """What every pass must leave as it was: once the update has begun nothing can send the step back (a value read into
+    Python), and nobody looks beyond a buffer."""
     updating = False
     for op in program.ops:
         updating = updating or op.phase is Phase.UPDATE
-        assert op.phase is Phase.UPDATE or not updating, f"{op.name} comes after the update has begun"
+        final = op.holds is None and not isinstance(op.target, Special)
+        assert final or not updating, f"{op.name} comes after the update has begun"
         for region in (*op.inputs, *op.outputs):
             buffer = program.buffers[region.buffer]
             inside = buffer.role.borrowed or region.span_bytes[1] <= buffer.size_bytes
