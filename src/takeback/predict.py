@@ -23,9 +23,9 @@ from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 from takeback.passes import Draft, Refusal, passes_for, run_passes
 from takeback.run import allocator
-from takeback.run.executor import undo_bytes
 from takeback.run.layout import lay_out
 from takeback.run.probe import probe_scratch
+from takeback.run.replay import undo_bytes
 
 MakeCase = Callable[[int], Any]
 

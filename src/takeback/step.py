@@ -33,9 +33,11 @@ from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
-from takeback.run.executor import Executor, undo_bytes
-from takeback.run.layout import lay_out
+from takeback.run.executor import Executor
+from takeback.run.layout import Layout, lay_out
 from takeback.run.recording import recorder
+from takeback.run.replay import Replay, undo_bytes
+from takeback.run.stream import StreamExecutor, settle
 from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
 
@@ -95,7 +97,7 @@ class Plan:
     key: Hashable
     watch: Watch
     update: Update | None
-    executor: Executor
+    executor: Replay
     original: Program
     aux_form: Any
     has_aux: bool
@@ -125,7 +127,9 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        self._native = allocator.load(cache_dir(), compiler())
+        on_cpu = subjects.device_of(model).type == "cpu"
+        self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
+        self._streams = not on_cpu  #: values are placed by the device's own allocator, not in an arena
         self._arena = SharedArena(self._native)
         self._plans: list[Plan] = []  # most recently used first
         self._last: Plan | None = None
@@ -191,6 +195,7 @@ class CompiledStep:
             kept_grad_bytes=kept,
             measured=measured,
             placed=self._native is not None,
+            streamed=isinstance(plan.executor, StreamExecutor),
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -211,7 +216,7 @@ class CompiledStep:
             got: Capture | None = None
             try:
                 gate.open = True
-                got = capture(subject, args, kwargs, recording=recorder(self._native))
+                got = capture(subject, args, kwargs, recording=recorder(self._native, subjects.device_of(self._model)))
                 prove_recording(self._recipe(args, kwargs), got)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
@@ -240,13 +245,18 @@ class CompiledStep:
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
         draft = run_passes(Draft(program, kept), passes_for(self.options.memory))
-        executor = Executor(lay_out(draft), self._arena, self._native, poison=self.options.poison)
+        executor = self._executor(lay_out(settle(draft) if self._streams else draft))
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
         plan = Plan(key, watch, update, executor, program, got.aux_form, got.has_aux, tuple(refusals), names)
         self._plans.insert(0, plan)
         del self._plans[self.options.max_plans :]
         self._last = plan
+
+    def _executor(self, layout: Layout) -> Replay:
+        if self._streams:
+            return StreamExecutor(layout, poison=self.options.poison)
+        return Executor(layout, self._arena, self._native, poison=self.options.poison)
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
@@ -257,13 +267,14 @@ class CompiledStep:
         finish = None if plan.update is not None else lambda: self._own_step(plan, leaves)
         executor.run(leaves, scalars, finish, inspect=inspect, log=rehearse)
         program = executor.program
-        loss = executor.tensor(program.loss, leaves).clone()
+        loss = executor.give(program.loss, leaves)
         aux = [self._returned(executor, r, leaves) for r in program.aux]
         if program.grad_norm is not None:
-            self.grad_norm = executor.tensor(program.grad_norm, leaves).clone()
+            self.grad_norm = executor.give(program.grad_norm, leaves)
         for i, p in enumerate(plan.watch.parameters):
             region = program.grads.get(i) if self.options.keep_grads else None
-            p.grad = executor.tensor(region, leaves).clone() if region is not None else None
+            p.grad = executor.give(region, leaves) if region is not None else None
+        executor.release_()
         if rehearse:
             self._rehearsed(plan)
         if self._plans[0] is not plan:
@@ -275,10 +286,10 @@ class CompiledStep:
         return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
 
     @staticmethod
-    def _returned(executor: Executor, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _returned(executor: Replay, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor for the caller: a copy of what is in the arena, the very bytes of what is the caller's."""
-        tensor = executor.tensor(region, leaves)
-        return tensor if executor.program.buffers[region.buffer].role.borrowed else tensor.clone()
+        borrowed = executor.program.buffers[region.buffer].role.borrowed
+        return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
 
     def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
         """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
@@ -306,7 +317,7 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = Executor(layout, self._arena, self._native, poison=self.options.poison)
+            plan.executor = self._executor(layout)
             plan.proved = False  # other places: compared with eager once more
 
     def _blame(self, op: Op) -> None:

@@ -185,7 +185,10 @@ class _Slice:
 def _path(group: Group) -> str:
     if group.get("fused"):
         return "fused"
-    return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
+    foreach = group.get("foreach")
+    if foreach is None and group.get("fused") is None:  # torch decides: lists of tensors on CUDA, a loop on the CPU
+        foreach = all(p.device.type == "cuda" for p in group["params"])
+    return "foreach" if foreach else "single"
 
 
 def _write_group(w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:

@@ -14,6 +14,7 @@ def ambient() -> Hashable:
     """The global modes that decide which kernels eager would run."""
     autocast = torch.is_autocast_enabled("cpu")
     return (
+        _cuda_ambient() if torch.cuda.is_initialized() else None,
         autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
         torch.get_default_dtype(),
         torch.get_num_threads(),
@@ -23,6 +24,19 @@ def ambient() -> Hashable:
         # These flags are named after CUDA and rule the CPU's attention too.
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
+def _cuda_ambient() -> Hashable:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    autocast = torch.is_autocast_enabled("cuda")
+    return (
+        autocast and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),
+        torch.cuda.current_device(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction),
+        (cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.preferred_blas_library()),
     )
 
 

@@ -18,7 +18,7 @@ from takeback.capture.session import Capture
 from takeback.errors import CaptureError, VerifyError
 from takeback.run.commit import Gate
 from takeback.run.eager import eager_gradients, eager_step
-from takeback.run.executor import Executor, generators_of, written_before_update
+from takeback.run.replay import Replay, generators_of, written_before_update
 
 _ADVICE = (
     "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
@@ -46,7 +46,7 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def taken_back(executor: Executor, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def taken_back(executor: Replay, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Puts back what a forward and backward write besides gradients: statistics, the batch, random states."""
     program = executor.program
     live = [program.externals[b] for b in written_before_update(program) if b in program.externals]
@@ -67,7 +67,7 @@ def taken_back(executor: Executor, leaves: Sequence[torch.Tensor]) -> Iterator[N
                 generator.set_state(state)
 
 
-def eager_digest(recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
+def eager_digest(recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
     """Checksums of eager's loss, gradients and statistics for this step, which is then taken back."""
     parameters = list(recipe.model.parameters())
     try:
@@ -84,15 +84,16 @@ def eager_digest(recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tens
 
 
 def compare(
-    expected: Mapping[str, int], executor: Executor, leaves: Sequence[torch.Tensor], names: Sequence[str]
+    expected: Mapping[str, int], executor: Replay, leaves: Sequence[torch.Tensor], names: Sequence[str]
 ) -> None:
     """Raises `VerifyError` if the step that has just been computed differs from what eager's digest says."""
     program = executor.program
     found = {"loss": checksum(executor.tensor(program.loss, leaves))}
-    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items()}
+    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items() if executor.holds(r)}
     found |= _statistics(executor)
+    gone = {f"grad{i}" for i, r in program.grads.items() if not executor.holds(r)}
     for key in dict.fromkeys((*expected, *found)):
-        if expected.get(key) != found.get(key):
+        if key not in gone and expected.get(key) != found.get(key):
             what = f"the gradient of {names[int(key[4:])]}" if key.startswith("grad") else key
             raise VerifyError(
                 f"a new plan's first step was compared with eager, and {what} has other bits. The step was taken back: "
@@ -142,13 +143,13 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         raise
 
 
-def _statistics(executor: Executor) -> dict[str, int]:
+def _statistics(executor: Replay) -> dict[str, int]:
     program = executor.program
     written = [b for b in written_before_update(program) if b in program.externals]
     return {program.buffers[b].name: checksum(program.externals[b]) for b in written}
 
 
-def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> Any:
+def verified(step: Callable[[], Any], recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> Any:
     """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
     model, optimizer = recipe.model, recipe.optimizer
     with torch.no_grad():
