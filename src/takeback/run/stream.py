@@ -7,7 +7,7 @@ Work is enqueued on the current stream, in the order of the program.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,6 +39,16 @@ def settle(draft: Draft) -> Draft:
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
 
 
+@dataclass(frozen=True)
+class _Bound:
+    """Code over the user's tensors as they are now."""
+
+    code: StreamCode
+    watched: bool
+    compute: Compute
+    update: UpdateCode
+
+
 class StreamExecutor(Replay):
     """A layout whose values are allocated as they are made."""
 
@@ -47,10 +57,7 @@ class StreamExecutor(Replay):
         self._poison = poison
         self._meter: Meter | NoMeter = meter_for(self.program.device)
         self._landed: dict[int, None] = {}
-        self._code: StreamCode | None = None
-        self._watched = False
-        self._compute: Compute | None = None
-        self._update: UpdateCode | None = None
+        self._bound: _Bound | None = None
         self._held: list[torch.Tensor] = []
         self._places: dict[BufferId, int] = {}
         self._given: set[BufferId] = set()
@@ -105,11 +112,10 @@ class StreamExecutor(Replay):
         if self.program.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a compiled step cannot be captured in a CUDA graph: its update's numbers are Python's.")
         self.release_()
-        if self._code is not None and self._watched == log:
+        if self._bound is not None and self._bound.watched == log:
             return
-        self._watched = log
-        code = self._code = generate_stream(self.layout, poison=self._poison, watched=log, landed=tuple(self._landed))
-        self._compute, self._update = code.bind(
+        code = generate_stream(self.layout, poison=self._poison, watched=log, landed=tuple(self._landed))
+        compute, update = code.bind(
             self.program.externals,
             {
                 "as_strided": torch.as_strided,
@@ -127,6 +133,8 @@ class StreamExecutor(Replay):
             },
         )
 
+        self._bound = _Bound(code, log, compute, update)  # all at once: Ctrl-C may come at any time
+
     def _enter_(self, *, log: bool) -> None:
         if log:
             self._requests = -self._meter.requests()
@@ -137,17 +145,15 @@ class StreamExecutor(Replay):
         self.counters.passed = self._requests
 
     def _compute_(self, batch: list[torch.Tensor]) -> None:
-        assert self._compute is not None
-        assert self._code is not None
-        self._held = self._compute(batch)
-        self._places = {slot: i for i, slot in enumerate(self._code.crossing)}
+        assert self._bound is not None
+        self._held = self._bound.compute(batch)
+        self._places = {slot: i for i, slot in enumerate(self._bound.code.crossing)}
 
     def _update_(self, scalars: Sequence[float]) -> None:
-        assert self._update is not None
-        assert self._code is not None
+        assert self._bound is not None
         held, self._places = self._held, {}
-        self._held = self._update(scalars, held)  # which empties `held`, so that gradients go as they are used
-        self._places = {slot: i for i, slot in enumerate(self._code.surviving)}
+        self._held = self._bound.update(scalars, held)  # which empties `held`, so that gradients go as they are used
+        self._places = {slot: i for i, slot in enumerate(self._bound.code.surviving)}
 
     def _note(self, position: int) -> None:
         self._seen[position] = self._meter.end()

@@ -14,16 +14,48 @@ from typing import Any
 
 import torch
 
+from takeback.capture.program import Program
 from takeback.capture.session import Capture
 from takeback.errors import CaptureError, VerifyError
 from takeback.run.commit import Gate
 from takeback.run.eager import eager_gradients, eager_step
 from takeback.run.replay import Replay, generators_of, written_before_update
 
-_ADVICE = (
+_SEEN = (
     "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
     "this is a bug of takeback's: please report it with str(step.report())."
 )
+
+
+#: Ops whose CUDA kernels add in whatever order the threads come, unless they are told not to.
+_UNSTEADY = (
+    *("convolution_backward", "attention_backward", "pool2d_with_indices_backward", "pool3d", "adaptive", "upsample"),
+    *("index_add", "index_put", "scatter", "embedding_bag", "grid_sampler", "ctc_loss", "cumsum", "reflection_pad"),
+    *("replication_pad", "kthvalue", "bincount", "histc", "median"),
+)
+
+
+def _steadiness(program: Program) -> str:
+    """On CUDA, why eager may differ from itself, and what to set."""
+    if program.device_type != "cuda":
+        return ""
+    found = dict.fromkeys(
+        f"{op.name} at {op.site}" if op.site else op.name
+        for op in program.ops
+        if any(name in op.name for name in _UNSTEADY)
+    )
+    suspects = f" Ops of this step that may do so: {', '.join(list(found)[:4])}." if found else ""
+    benchmark = " torch.backends.cudnn.benchmark = True lets every thread choose its own kernels: set it to False."
+    return (
+        f"On this device eager itself may not repeat its bits: some kernels add in the order in which threads come."
+        f"{suspects} Set torch.backends.cudnn.deterministic = True, or torch.use_deterministic_algorithms(True) with "
+        f"CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, before the first step."
+        f"{benchmark if torch.backends.cudnn.benchmark else ''} "
+    )
+
+
+def _advice(program: Program) -> str:
+    return _steadiness(program) + _SEEN
 
 
 @dataclass(frozen=True)
@@ -42,7 +74,25 @@ class Recipe:
 def checksum(tensor: torch.Tensor) -> int:
     """Equal bits have equal checksums, and different bits almost never do."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type != "cpu":
+        return _checksum_there(flat)
     return zlib.crc32(flat.numpy().data)
+
+
+_CHUNK_BYTES = 1 << 20  #: so that a checksum on the device takes a few tens of MiB at most
+_MIX = (-7046029254386353131, 2685821657736338717)  #: odd numbers of 64 bits
+
+
+def _checksum_there(flat: torch.Tensor) -> int:
+    """The same where the tensor lies: whole numbers add up to the same sum in any order."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.arange(min(_CHUNK_BYTES, flat.numel()), device=flat.device)
+    places = (places * _MIX[0]) ^ (places >> 7)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        part = flat[start : start + _CHUNK_BYTES]
+        mixed = (part.to(torch.int64) + 1) * (places[: part.numel()] * 2 + 1)
+        total = total * _MIX[1] + (mixed ^ (mixed >> 29)).sum()
+    return int(total.item())
 
 
 @contextlib.contextmanager
@@ -97,7 +147,7 @@ def compare(
             what = f"the gradient of {names[int(key[4:])]}" if key.startswith("grad") else key
             raise VerifyError(
                 f"a new plan's first step was compared with eager, and {what} has other bits. The step was taken back: "
-                f"model and optimizer are as before it. {_ADVICE}"
+                f"model and optimizer are as before it. {_advice(executor.program)}"
             )
 
 
@@ -132,9 +182,10 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
             )
             raise CaptureError(
                 f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been "
-                f"changed. A step whose results depend on more than its inputs (Python state, a clock) cannot be "
-                f"replayed; and torch computes a few gradients another way while it is recorded (prod, cross_entropy "
-                f"with weight and label_smoothing), where mode 'exact' could not keep eager's bits."
+                f"changed. {_steadiness(got.program)}A step whose results depend on more than its inputs (Python "
+                f"state, a clock) cannot be replayed; and torch computes a few gradients another way while it is "
+                f"recorded (prod, cross_entropy with weight and label_smoothing), where mode 'exact' could not keep "
+                f"eager's bits."
             )
     except BaseException:
         got.rewind_()
@@ -174,12 +225,13 @@ def verified(step: Callable[[], Any], recipe: Recipe, executor: Replay, leaves: 
     for p, grad in grads.items():
         p.grad = grad
     loss = out[0] if isinstance(out, tuple) else out
+    advice = _KEPT + _advice(executor.program)
     if not same_bits(loss, expected):
-        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {_KEPT}{_ADVICE}")
+        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {advice}")
     for name, now in _tensors(model, optimizer):
         if not same_bits(compiled[name], now.detach()):
             worst = (compiled[name].double() - now.detach().double()).abs().max().item()
-            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {_KEPT}{_ADVICE}")
+            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {advice}")
     return out
 
 
