@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -284,6 +285,61 @@ def test_gpu_setting_is_part_of_the_plans_key() -> None:
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
     assert len(step._plans) == 2
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.rnn = kind(64, 32, num_layers=2, batch_first=True)
+        self.out = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.rnn(x.view(-1, 3, 64))[0][:, -1])
+
+
+def thirds(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y[:32])
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_net_has_eagers_bits(kind: type[nn.RNNBase]) -> None:
+    train_both(Case(partial(Recurrent, kind), thirds, rows))
+
+
+def language(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def few_tokens(g: torch.Generator) -> tuple[Tensor]:
+    return (torch.randint(3, 61, (3, 12), generator=g),)
+
+
+def _gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "n_positions": 12, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+
+
+def _llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 12}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, bf16])
+@pytest.mark.parametrize("build", [_gpt2, _llama])
+def test_transformers_model_has_eagers_bits(build: Any, around: Any) -> None:
+    train_both(Case(build, language, few_tokens, around=around))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_deterministic_algorithms_make_attention_repeat() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train_both(Case(partial(gpt, 0.1), tokens_loss, tokens, around=bf16))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Runs a layout where the device's own allocator places (CUDA): a value's bytes are taken when its op runs and given
 back when its last owner dies, so that the bytes alive follow the plan; what is reserved is the allocator's own matter.
 
-Work is enqueued on the current stream, in the order of the program.
+Work is enqueued on the current stream, in the order of the program. The update allocates too: where it runs out of
+memory half-way, it is half done, as in eager.
 """
 
 from __future__ import annotations
@@ -135,24 +136,22 @@ class StreamExecutor(Replay):
 
         self._bound = _Bound(code, log, compute, update)  # all at once: Ctrl-C may come at any time
 
-    def _enter_(self, *, log: bool) -> None:
-        if log:
-            self._requests = -self._meter.requests()
-
-    def _leave_(self) -> None:
-        if self._requests < 0:
-            self._requests += self._meter.requests()
-        self.counters.passed = self._requests
-
     def _compute_(self, batch: list[torch.Tensor]) -> None:
         assert self._bound is not None
+        before = self._meter.requests() if self._bound.watched else 0
         self._held = self._bound.compute(batch)
+        if self._bound.watched:
+            self._requests = self._meter.requests() - before
         self._places = {slot: i for i, slot in enumerate(self._bound.code.crossing)}
 
     def _update_(self, scalars: Sequence[float]) -> None:
         assert self._bound is not None
         held, self._places = self._held, {}
+        before = self._meter.requests() if self._bound.watched else 0
         self._held = self._bound.update(scalars, held)  # which empties `held`, so that gradients go as they are used
+        if self._bound.watched:
+            self._requests += self._meter.requests() - before
+        self.counters.passed = self._requests
         self._places = {slot: i for i, slot in enumerate(self._bound.code.surviving)}
 
     def _note(self, position: int) -> None:
