@@ -54,6 +54,8 @@ def predict(
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
     subjects.check(model, loss_fn, optimizer)
+    if subjects.device_of(model).type != "cpu":
+        raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
     with FakeWorld() as world:
         fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)

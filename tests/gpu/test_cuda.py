@@ -34,7 +34,7 @@ from gpu_twins import (
 from torch import Tensor, nn
 
 import takeback as tb
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, OptionError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -378,7 +378,7 @@ def test_eager_that_does_not_repeat_is_refused_with_what_to_set() -> None:
     model = nn.Linear(4, 4).to(DEVICE)
     before = model.weight.detach().clone()
     step = tb.compile_step(model, lambda m, x: _Unsteady.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(CaptureError, match=r"eager itself may not repeat.*scatter_add.*cudnn.deterministic = True"):
+    with pytest.raises(CaptureError, match=r"eager itself does not repeat.*scatter_add.*cudnn.deterministic = True"):
         step(torch.randn(2, 4, device=DEVICE))
     assert torch.equal(model.weight, before)
 
@@ -402,3 +402,26 @@ def test_numpy_in_the_backward_is_refused_on_autograds_own_thread() -> None:
     step = tb.compile_step(model, lambda m, x: read.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match=r"numpy\(\).*takes the data out of torch"):
         step(torch.randn(2, 4, device=DEVICE))
+
+
+def test_predict_is_refused_for_a_model_on_the_gpu() -> None:
+    model = nn.Linear(4, 4).to(DEVICE)
+    with pytest.raises(OptionError, match="predicts for the CPU only; the model is on cuda:0"):
+        tb.predict(model, lambda m, x: m(x).sum(), adamw(model), torch.randn(2, 4, device=DEVICE))
+
+
+def test_step_inside_a_captured_graph_is_refused() -> None:
+    case = MODELS["gpt"]
+    model = case.model()
+    step = tb.compile_step(model, tokens_loss, adamw(model))
+    batch = case.batch(0)
+    for _ in range(3):
+        step(*batch)
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        pytest.raises(CaptureError, match="cannot be captured in a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        step(*batch)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    step(*batch)

@@ -117,6 +117,9 @@ class Trap:
     def requests(self) -> int:
         return 0
 
+    def trim(self) -> None:
+        pass
+
 
 def test_failure_before_any_op_of_forward_or_backward_takes_the_step_back() -> None:
     case = zoo.case("resnet")

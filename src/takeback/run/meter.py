@@ -30,6 +30,11 @@ class Meter:
         """How often the allocator was asked so far."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]["allocated"])
 
+    def trim(self) -> None:
+        """Gives back what the recording, which is eager's step, left in the allocator's cache: its blocks have eager's
+        sizes, and a block that is a little too large counts as a whole."""
+        torch.cuda.empty_cache()
+
 
 class NoMeter:
     """Where the allocator keeps no statistics."""
@@ -42,6 +47,9 @@ class NoMeter:
 
     def requests(self) -> int:
         return 0
+
+    def trim(self) -> None:
+        pass
 
 
 def meter_for(device: torch.device) -> Meter | NoMeter:

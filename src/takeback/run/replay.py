@@ -40,8 +40,10 @@ class Replay:
         self.counters = Counters()
         borrowed = written_before_update(self.program)
         self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
-        self._live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
-        self._saved = [torch.empty_like(t) for t in self._live]
+        live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
+        # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
+        self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
+        self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
         holds = any(op.holds is not None for op in self.program.ops)
         self._rewound = generators_of(self.program) if holds else ()
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
@@ -110,8 +112,8 @@ class Replay:
         for device in autocasts:  # the program holds the casts that autocast made; made again, they would be too many
             torch.set_autocast_enabled(device, False)
         undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
-        if self._live:
-            torch._foreach_copy_(self._saved, self._live)
+        for saved, live in zip(self._saved, self._live, strict=True):
+            torch._foreach_copy_(saved, live)
         try:
             with Gate() as gate:
                 try:
@@ -130,10 +132,10 @@ class Replay:
                 except BaseException as error:
                     gate.open = False
                     torch._C._set_grad_enabled(False)
-                    if self._live:
-                        torch._foreach_copy_(self._live, self._saved)
-                    for live, before in undo:
-                        live.copy_(before)
+                    for saved, live in zip(self._saved, self._live, strict=True):
+                        torch._foreach_copy_(live, saved)
+                    for leaf, before in undo:
+                        leaf.copy_(before)
                     if isinstance(error, HeldValueChanged):
                         for generator, state in states:
                             generator.set_state(state)

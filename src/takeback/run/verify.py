@@ -20,6 +20,7 @@ from takeback.errors import CaptureError, VerifyError
 from takeback.run.commit import Gate
 from takeback.run.eager import eager_gradients, eager_step
 from takeback.run.replay import Replay, generators_of, written_before_update
+from takeback.run.steadiness import steadiness
 
 _SEEN = (
     "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
@@ -27,35 +28,8 @@ _SEEN = (
 )
 
 
-#: Ops whose CUDA kernels add in whatever order the threads come, unless they are told not to.
-_UNSTEADY = (
-    *("convolution_backward", "attention_backward", "pool2d_with_indices_backward", "pool3d", "adaptive", "upsample"),
-    *("index_add", "index_put", "scatter", "embedding_bag", "grid_sampler", "ctc_loss", "cumsum", "reflection_pad"),
-    *("replication_pad", "kthvalue", "bincount", "histc", "median"),
-)
-
-
-def _steadiness(program: Program) -> str:
-    """On CUDA, why eager may differ from itself, and what to set."""
-    if program.device_type != "cuda":
-        return ""
-    found = dict.fromkeys(
-        f"{op.name} at {op.site}" if op.site else op.name
-        for op in program.ops
-        if any(name in op.name for name in _UNSTEADY)
-    )
-    suspects = f" Ops of this step that may do so: {', '.join(list(found)[:4])}." if found else ""
-    benchmark = " torch.backends.cudnn.benchmark = True lets every thread choose its own kernels: set it to False."
-    return (
-        f"On this device eager itself may not repeat its bits: some kernels add in the order in which threads come."
-        f"{suspects} Set torch.backends.cudnn.deterministic = True, or torch.use_deterministic_algorithms(True) with "
-        f"CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, before the first step."
-        f"{benchmark if torch.backends.cudnn.benchmark else ''} "
-    )
-
-
 def _advice(program: Program) -> str:
-    return _steadiness(program) + _SEEN
+    return steadiness(program) + _SEEN
 
 
 @dataclass(frozen=True)
@@ -163,9 +137,8 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
         return found | {f"statistic {i}": checksum(t) for i, t in enumerate(got.statistics)}
 
-    recorded = digest(got.loss)
-    got.rewind_()
-    try:
+    def again() -> dict[str, int]:
+        got.rewind_()
         with torch.enable_grad():
             loss = eager_gradients(
                 recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
@@ -173,16 +146,21 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         if recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         torch.clear_autocast_cache()
-        plain = digest(loss)
+        return digest(loss)
+
+    recorded = digest(got.loss)
+    try:
+        plain = again()
         different = [key for key in dict.fromkeys((*plain, *recorded)) if plain.get(key) != recorded.get(key)]
         if different:
             names = [name for name, _ in recipe.model.named_parameters()]
             what = ", ".join(
                 f"the gradient of {names[int(k[4:])]}" if k.startswith("grad") else k for k in different[:3]
             )
+            shaky = steadiness(got.program, seen=got.program.device_type == "cuda" and again() != plain)
             raise CaptureError(
                 f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been "
-                f"changed. {_steadiness(got.program)}A step whose results depend on more than its inputs (Python "
+                f"changed. {shaky}A step whose results depend on more than its inputs (Python "
                 f"state, a clock) cannot be replayed; and torch computes a few gradients another way while it is "
                 f"recorded (prod, cross_entropy with weight and label_smoothing), where mode 'exact' could not keep "
                 f"eager's bits."
