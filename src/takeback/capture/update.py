@@ -316,7 +316,7 @@ def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decou
     m = tuple(s.states["exp_avg"] for s in slices)
     v = tuple(s.states["exp_avg_sq"] for s in slices)
     steps = tuple(s.states["step"] for s in slices)
-    one = w.borrow(torch.tensor(1.0), Role.CONSTANT, "one")
+    one = w.borrow(torch.tensor(1.0, device="cpu"), Role.CONSTANT, "one")
     w.write(aten._foreach_add_.Tensor, steps, one, alpha=1.0)
     if group["weight_decay"] != 0:
         if decoupled:

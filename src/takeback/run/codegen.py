@@ -76,7 +76,7 @@ def place(
     external = externals.get(region.buffer)
     if external is not None:
         return over(external, region.dtype, region.shape, region.stride, region.offset)
-    empty = torch.empty(0, dtype=region.dtype)
+    empty = torch.empty(0, dtype=region.dtype, device="cpu")
     start = base + layout.offsets[region.buffer]
     assert start % region.dtype.itemsize == 0
     offset = start // region.dtype.itemsize + region.offset
