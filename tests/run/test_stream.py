@@ -117,7 +117,7 @@ class Trap:
     def requests(self) -> int:
         return 0
 
-    def trim(self) -> None:
+    def trim(self, needed_bytes: int) -> None:
         pass
 
 

@@ -33,7 +33,8 @@ def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def _state(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().numpy().tobytes())
+    # TensorBase's numpy: the one that is trapped while a step is recorded (leaks.py) is for the user's code.
+    return bytes(torch._C.TensorBase.numpy(generator.get_state()).tobytes())
 
 
 def generator_key(generator: torch.Generator) -> int:

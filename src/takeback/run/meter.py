@@ -30,10 +30,12 @@ class Meter:
         """How often the allocator was asked so far."""
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]["allocated"])
 
-    def trim(self) -> None:
-        """Gives back what the recording, which is eager's step, left in the allocator's cache: its blocks have eager's
-        sizes, and a block that is a little too large counts as a whole."""
-        torch.cuda.empty_cache()
+    def trim(self, needed_bytes: int) -> None:
+        """Gives back what the recording, which is eager's step, left in the allocator's cache, if that is a good deal
+        more than the plan will ever need."""
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        if cached > 1.5 * needed_bytes:
+            torch.cuda.empty_cache()
 
 
 class NoMeter:
@@ -48,7 +50,7 @@ class NoMeter:
     def requests(self) -> int:
         return 0
 
-    def trim(self) -> None:
+    def trim(self, needed_bytes: int) -> None:
         pass
 
 

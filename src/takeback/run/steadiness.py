@@ -37,6 +37,8 @@ def steadiness(program: Program, *, seen: bool = False) -> str:
     )
     if any("cudnn_attention_backward" in op.name for op in program.ops):
         said.append("cuDNN's attention has no backward that repeats: torch.backends.cuda.enable_cudnn_sdp(False).")
+    if any("attention_backward" in op.name for op in program.ops):
+        said.append("Attention repeats under use_deterministic_algorithms(True) only, not with warn_only=True.")
     if torch.backends.cudnn.benchmark:
         said.append("cudnn.benchmark = True lets every thread choose its own kernels: set it to False.")
     return " ".join(said) + " "

@@ -105,7 +105,7 @@ class StreamExecutor(Replay):
             self.layout = lay_out(replace(self.layout.draft, program=replace(self.program, ops=tuple(ops))))
             self.program = self.layout.draft.program
         self._seen = {}
-        self._meter.trim()
+        self._meter.trim(self.layout.alive_bytes)
         return None
 
     # -- the step --------------------------------------------------------------------------------------------------
