@@ -33,8 +33,10 @@ def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
 
 
 def _state(generator: torch.Generator) -> bytes:
-    # TensorBase's numpy: the one that is trapped while a step is recorded (leaks.py) is for the user's code.
-    return bytes(torch._C.TensorBase.numpy(generator.get_state()).tobytes())
+    # Not Tensor's numpy, which is trapped while a step is recorded (leaks.py); a mode, such as set_default_device puts
+    # on, would look it up there again. Checked on 2.11 and 2.13.
+    with torch._C.DisableTorchFunction():
+        return bytes(torch._C.TensorBase.numpy(generator.get_state()).tobytes())
 
 
 def generator_key(generator: torch.Generator) -> int:
