@@ -1,4 +1,4 @@
-"""The random trail reads generator states while the traps for the user's code are set, under any torch function mode."""
+"""The random trail reads generator states while the traps for the user's code are set, under any function mode."""
 
 from __future__ import annotations
 
