@@ -176,16 +176,20 @@ def test_returned_tensors_are_handed_on_and_never_written_again() -> None:
     assert all(torch.equal(t, then) for t, then in seen)
 
 
-def test_parameter_that_the_optimizer_does_not_hold_trains_as_in_eager() -> None:
+@pytest.mark.parametrize("streams", [False, True], ids=["arena", "streamed"])
+def test_parameter_that_the_optimizer_does_not_hold_trains_as_in_eager(streams: bool) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
         return model, torch.optim.SGD(model[0].parameters(), lr=0.1)
 
-    ours, eager = make(), make()
-    step = tb.compile_step(ours[0], lambda m, x: m(x).square().mean(), ours[1])
-    step._streams = True
+    def loss_fn(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().mean()
+
+    (ours, optimizer), eager = make(), make()
+    step = tb.compile_step(ours, loss_fn, optimizer)
+    step._streams = streams
     for i in range(4):
-        x = torch.full((4, 6), float(i + 1))
-        loss = step(x)
-        assert torch.equal(loss, eager_step(eager[0], lambda m, x: m(x).square().mean(), eager[1], (x,)))
+        x = torch.full((32, 64), float(i + 1))
+        assert torch.equal(step(x), eager_step(eager[0], loss_fn, eager[1], (x,)))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), eager[0].parameters(), strict=True))

@@ -46,6 +46,8 @@ class Replay:
         self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
         holds = any(op.holds is not None for op in self.program.ops)
         self._rewound = generators_of(self.program) if holds else ()
+        updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
+        self._first_update = next(updates, len(self.program.ops))
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
     @property
@@ -60,8 +62,10 @@ class Replay:
         raise NotImplementedError
 
     def holds(self, region: Region) -> bool:
-        """Whether the bytes are still there: a gradient that nobody asked for may be gone before the update."""
-        return True
+        """Whether the bytes are still there before the update: the gradient of a parameter that the optimizer does not
+        have, and that nobody keeps, is not read again."""
+        life = self.layout.alive.get(region.buffer)
+        return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
 
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor for the caller: nobody writes it afterwards."""
