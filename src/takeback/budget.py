@@ -21,8 +21,9 @@ from takeback.passes import Draft, passes_for, run_passes
 from takeback.passes.cost import seconds
 from takeback.passes.recompute import Below, Goal, Lowest, Progress, Search, Within
 from takeback.run.calibrate import rates
-from takeback.run.executor import undo_bytes
 from takeback.run.layout import Layout, lay_out
+from takeback.run.replay import undo_bytes
+from takeback.run.stream import settle
 
 #: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
 #: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
@@ -41,16 +42,22 @@ class Planned:
 
 
 def plan_within(
-    program: Program, kept: frozenset[BufferId], options: Options, progress: Progress | None = None
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    *,
+    streams: bool = False,
+    progress: Progress | None = None,
 ) -> Planned:
-    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none."""
+    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `streams`: the device's own
+    allocator places the values."""
     cost = cost_of(program)
     draft = Draft(program, kept)
     if options.memory == "keep":
-        return _planned(draft, None, cost, options, progress)
+        return _planned(draft, None, cost, options, streams, progress)
     if options.memory in ("auto", "min"):
         goal = Lowest() if options.memory == "min" else Within(AUTO_SHARE.get(program.device_type, 0.0))
-        return _planned(draft, goal, cost, options, progress)
+        return _planned(draft, goal, cost, options, streams, progress)
     outside = resident_bytes(program) + undo_bytes(program)
     wanted = memory_target(options.memory)
     if isinstance(wanted, float):
@@ -59,7 +66,7 @@ def plan_within(
     target = wanted - outside
     for _ in range(_TRIES):
         try:
-            planned = _planned(draft, Below(target), cost, options, progress)
+            planned = _planned(draft, Below(target), cost, options, streams, progress)
         except MemoryTargetError as error:
             reached = lowest if lowest is not None else outside + error.lowest_bytes
             raise MemoryTargetError(wanted, reached, _impossible(options.memory, wanted, reached, outside)) from None
@@ -89,11 +96,17 @@ def cost_of(program: Program) -> Callable[[Op], float]:
 
 
 def _planned(
-    draft: Draft, goal: Goal | None, cost: Callable[[Op], float], options: Options, progress: Progress | None
+    draft: Draft,
+    goal: Goal | None,
+    cost: Callable[[Op], float],
+    options: Options,
+    streams: bool,
+    progress: Progress | None,
 ) -> Planned:
     early = options.update == "early"
     passes = passes_for(goal, early=early, seconds=cost, limit_s=options.solve_s, progress=progress)
-    layout = lay_out(run_passes(draft, passes))
+    done = run_passes(draft, passes)
+    layout = lay_out(settle(done) if streams else done)
     rebuilt = layout.draft.rebuilt
     added = [op for op in layout.draft.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
     return Planned(layout, sum(map(cost, draft.program.ops)), sum(map(cost, added)))

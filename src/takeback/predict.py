@@ -24,8 +24,8 @@ from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 from takeback.passes import Refusal
 from takeback.run import allocator
-from takeback.run.executor import undo_bytes
 from takeback.run.probe import probe_scratch
+from takeback.run.replay import undo_bytes
 
 MakeCase = Callable[[int], Any]
 
@@ -57,6 +57,8 @@ def predict(
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
     subjects.check(model, loss_fn, optimizer)
+    if subjects.device_of(model).type != "cpu":
+        raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
     with FakeWorld() as world:
         fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)

@@ -34,9 +34,12 @@ from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
-from takeback.run.executor import Executor, undo_bytes
+from takeback.run.executor import Executor
+from takeback.run.layout import Layout
 from takeback.run.recording import recorder
+from takeback.run.replay import Replay, undo_bytes
 from takeback.run.snapshot import Snapshot
+from takeback.run.stream import StreamExecutor
 from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
 
@@ -102,7 +105,7 @@ class Plan:
     key: Hashable
     watch: Watch
     update: Update | None
-    executor: Executor
+    executor: Replay
     planned: Planned
     original: Program
     aux_form: Any
@@ -134,7 +137,9 @@ class CompiledStep:
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
         self._check_early()
-        self._native = allocator.load(cache_dir(), compiler())
+        on_cpu = subjects.device_of(model).type == "cpu"
+        self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
+        self._streams = not on_cpu  #: values are placed by the device's own allocator, not in an arena
         self._arena = SharedArena(self._native)
         self._plans: list[Plan] = []  # most recently used first
         self._last: Plan | None = None
@@ -204,6 +209,7 @@ class CompiledStep:
             kept_grad_bytes=kept,
             measured=measured,
             placed=self._native is not None,
+            streamed=isinstance(plan.executor, StreamExecutor),
             step_s=plan.planned.step_s,
             added_s=plan.planned.added_s,
         )
@@ -238,7 +244,7 @@ class CompiledStep:
             got: Capture | None = None
             try:
                 gate.open = True
-                got = capture(subject, args, kwargs, recording=recorder(self._native))
+                got = capture(subject, args, kwargs, recording=recorder(self._native, subjects.device_of(self._model)))
                 prove_recording(self._recipe(args, kwargs), got)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
@@ -277,14 +283,19 @@ class CompiledStep:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-        planned = plan_within(program, kept, self.options)
-        executor = Executor(planned.layout, self._arena, self._native, poison=self.options.poison)
+        planned = plan_within(program, kept, self.options, streams=self._streams)
+        executor = self._executor(planned.layout)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
         plan = Plan(key, watch, update, executor, planned, program, got.aux_form, got.has_aux, tuple(refusals), names)
         self._plans.insert(0, plan)
         del self._plans[self.options.max_plans :]
         self._last = plan
+
+    def _executor(self, layout: Layout) -> Replay:
+        if self._streams:
+            return StreamExecutor(layout, poison=self.options.poison)
+        return Executor(layout, self._arena, self._native, poison=self.options.poison)
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
@@ -295,13 +306,14 @@ class CompiledStep:
         finish = None if plan.update is not None else lambda: self._own_step(plan, leaves)
         executor.run(leaves, scalars, finish, inspect=inspect, log=rehearse)
         program = executor.program
-        loss = executor.tensor(program.loss, leaves).clone()
+        loss = executor.give(program.loss, leaves)
         aux = [self._returned(executor, r, leaves) for r in program.aux]
         if program.grad_norm is not None:
-            self.grad_norm = executor.tensor(program.grad_norm, leaves).clone()
+            self.grad_norm = executor.give(program.grad_norm, leaves)
         for i, p in enumerate(plan.watch.parameters):
             region = program.grads.get(i) if self.options.keep_grads else None
-            p.grad = executor.tensor(region, leaves).clone() if region is not None else None
+            p.grad = executor.give(region, leaves) if region is not None else None
+        executor.release_()
         if rehearse:
             self._rehearsed(plan)
         if self._plans[0] is not plan:
@@ -313,10 +325,10 @@ class CompiledStep:
         return (loss, map_leaves(plan.aux_form, AuxSlot, lambda slot: aux[slot.index])) if plan.has_aux else loss
 
     @staticmethod
-    def _returned(executor: Executor, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _returned(executor: Replay, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor for the caller: a copy of what is in the arena, the very bytes of what is the caller's."""
-        tensor = executor.tensor(region, leaves)
-        return tensor if executor.program.buffers[region.buffer].role.borrowed else tensor.clone()
+        borrowed = executor.program.buffers[region.buffer].role.borrowed
+        return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
 
     def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
         """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
@@ -344,7 +356,7 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = Executor(layout, self._arena, self._native, poison=self.options.poison)
+            plan.executor = self._executor(layout)
             plan.proved = False  # other places: compared with eager once more
 
     def _blame(self, op: Op) -> None:

@@ -169,7 +169,7 @@ def test_ctrl_c_between_backward_and_update_of_a_replay_takes_the_step_back(monk
     pair = Pair()
     pair.advance(4)
     before = pair.state()
-    interrupted_at_once(monkeypatch, "takeback.run.executor.Gate")
+    interrupted_at_once(monkeypatch, "takeback.run.replay.Gate")
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert_same(pair.state(), before)

@@ -1,7 +1,8 @@
 """While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`.
 
 `.tolist()` of a small tensor is honoured: it becomes one value guard per element. The rest raises. Only the recording
-thread is affected; every other thread goes straight to torch's own method.
+thread is affected, and autograd's thread that runs the backward on a GPU for it; every other thread goes straight to
+torch's own method.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
 
 from takeback.capture.site import belongs_to_user
 from takeback.errors import CaptureError
@@ -41,6 +43,13 @@ _torch_seeds = (torch.manual_seed, torch.seed)
 _torch_dlpack = torch.Tensor.__dlpack__
 
 
+def _is_recording() -> bool:
+    """On a GPU the backward runs on a thread of autograd's, which takes the recorder along."""
+    if threading.get_ident() in _recording:
+        return True
+    return bool(_recording) and any(getattr(mode, "records", False) for mode in _get_current_dispatch_mode_stack())
+
+
 def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     _refuse_leaving("Tensor.numpy()")
     return torch._C.TensorBase.numpy(self, *args, **kwargs)
@@ -52,7 +61,7 @@ def _dlpack(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_leaving(name: str) -> None:
-    line = _user_line() if threading.get_ident() in _recording else None
+    line = _user_line() if _is_recording() else None
     if line is not None:
         raise CaptureError(
             f"{name} at {line} takes the data out of torch, where no replay can follow. Stay in torch inside the step, "
@@ -61,7 +70,7 @@ def _refuse_leaving(name: str) -> None:
 
 
 def _tolist(self: torch.Tensor) -> Any:
-    if threading.get_ident() not in _recording:
+    if not _is_recording():
         return torch._C.TensorBase.tolist(self)
     if self.numel() > _MOST_GUARDED_ELEMENTS:
         raise CaptureError(
@@ -72,7 +81,7 @@ def _tolist(self: torch.Tensor) -> Any:
 
 
 def _seed(*args: Any, **kwargs: Any) -> Any:
-    if threading.get_ident() in _recording:
+    if _is_recording():
         raise CaptureError(
             f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A replay "
             f"runs no Python, so it would draw other numbers than eager. Seed before the step."

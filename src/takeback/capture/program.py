@@ -62,6 +62,7 @@ class Buffer:
     size_bytes: int
     role: Role
     name: str = ""
+    device: str = ""  #: where it lies, if not on the device that the program runs on
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +208,15 @@ class Program:
     eager_death: Mapping[BufferId, int] = field(default_factory=dict)  #: the op before which eager had freed it
 
     @property
+    def device(self) -> torch.device:
+        """Where the step runs: where the parameters lie."""
+        found = (t.device for b, t in self.externals.items() if self.buffers[b].role is Role.PARAMETER)
+        return next(found, torch.device("cpu"))
+
+    @property
     def device_type(self) -> str:
-        """Where the step runs: "cpu" or "cuda"."""
-        return next((t.device.type for t in self.externals.values()), "cpu")
+        """ "cpu" or "cuda": a pass that was proved for one kind of kernels asks here."""
+        return str(self.device.type)
 
     @property
     def returned(self) -> tuple[Region, ...]:

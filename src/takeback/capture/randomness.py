@@ -24,8 +24,19 @@ class _Point:
     generator: torch.Generator
 
 
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that ops of a step on this device draw from if they are given none."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (torch.default_generator, torch.cuda.default_generators[index])
+
+
 def _state(generator: torch.Generator) -> bytes:
-    return bytes(generator.get_state().numpy().tobytes())
+    # Not Tensor's numpy, which is trapped while a step is recorded (leaks.py); a mode, such as set_default_device puts
+    # on, would look it up there again. Checked on 2.11 and 2.13.
+    with torch._C.DisableTorchFunction():
+        return bytes(torch._C.TensorBase.numpy(generator.get_state()).tobytes())
 
 
 def generator_key(generator: torch.Generator) -> int:
@@ -35,13 +46,18 @@ def generator_key(generator: torch.Generator) -> int:
 class RandomTrail:
     """The states seen so far, and the save and restore ops that a replay needs."""
 
-    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator] = (),
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self._defaults = default_generators(device)
         self._current: dict[torch.Generator, bytes] = {}
         self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
         self._slots: dict[_Point, int] = {}
         self._restores: list[tuple[int, Op]] = []
         # The dispatcher hands a generator over in a new wrapper each time; the thing inside is what counts.
-        self._known = {generator_key(g): g for g in (torch.default_generator, *generators)}
+        self._known = {generator_key(g): g for g in (*self._defaults, *generators)}
         for generator in self._known.values():
             state = self._current[generator] = _state(generator)
             self._seen[generator, state] = _Point(0, generator)
@@ -54,7 +70,11 @@ class RandomTrail:
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""
-        own = self._known.get(generator_key(generator)) if generator is not None else torch.default_generator
+        if generator is None:  # the op draws from one of these, by the device of its result
+            for each in self._defaults:
+                self.before(each, position, site)
+            return
+        own = self._known.get(generator_key(generator))
         if own is None:
             where = f" at {site.describe()}" if site else ""
             raise CaptureError(
@@ -69,7 +89,11 @@ class RandomTrail:
 
     def after(self, generator: torch.Generator | None, position: int) -> None:
         """Called after a random op that ran as the op before `position`."""
-        own = self._known[generator_key(generator)] if generator is not None else torch.default_generator
+        if generator is None:
+            for each in self._defaults:
+                self.after(each, position)
+            return
+        own = self._known[generator_key(generator)]
         state = self._current[own] = _state(own)
         self._seen.setdefault((own, state), _Point(position, own))
 

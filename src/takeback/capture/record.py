@@ -77,6 +77,8 @@ def _facts(op: torch._ops.OpOverload) -> _OpFacts:
 class Recorder(TorchDispatchMode):
     """Collects the ops of one step. Use as a context manager around the step, then call `program()`."""
 
+    records = True  #: tells a recorder from other modes on the stack
+
     def __init__(
         self,
         known: Mapping[torch.Tensor, tuple[Role, str]],
@@ -105,9 +107,10 @@ class Recorder(TorchDispatchMode):
         self._undo: dict[BufferId, tuple[torch.Tensor, torch.Tensor]] = {}
         self._facts: dict[Any, _OpFacts] = {}
         self._sites = Sites()
+        self._device = next((t.device for t, (role, _) in known.items() if role is Role.PARAMETER), torch.device("cpu"))
         self._log = log
         self._real = real
-        self._random = RandomTrail(generators) if real else None  # fake ops draw no numbers
+        self._random = RandomTrail(generators, self._device) if real else None  # fake ops draw no numbers
         for tensor, (role, name) in known.items():
             self._adopt(tensor, role, name)
         for i, leaf in enumerate(batch):
@@ -118,7 +121,7 @@ class Recorder(TorchDispatchMode):
     def _new_buffer(self, tensor: torch.Tensor, role: Role, name: str = "") -> BufferId:
         ident = BufferId(len(self.buffers))
         storage = tensor.untyped_storage()
-        self.buffers[ident] = Buffer(ident, storage.nbytes(), role, name)
+        self.buffers[ident] = Buffer(ident, storage.nbytes(), role, name, self._elsewhere(tensor))
         weak = self._weak[ident] = StorageWeakRef(storage)  # keeps the address from being used again
         self._by_storage[storage._cdata] = ident
         if role is Role.INTERNAL:
@@ -126,6 +129,9 @@ class Recorder(TorchDispatchMode):
             if self._log is not None:
                 self._address[ident] = storage.data_ptr()
         return ident
+
+    def _elsewhere(self, tensor: torch.Tensor) -> str:
+        return "" if tensor.device.type == self._device.type else str(tensor.device)
 
     def _adopt(self, tensor: torch.Tensor, role: Role, name: str) -> BufferId:
         ident = self._by_storage.get(tensor.untyped_storage()._cdata)
@@ -137,7 +143,7 @@ class Recorder(TorchDispatchMode):
     def _adopt_leaf(self, leaf: torch.Tensor, position: int) -> None:
         ident = BufferId(len(self.buffers))
         begin, end = Region(ident, leaf.dtype, tuple(leaf.shape), leaf.stride(), 0).span_bytes
-        self.buffers[ident] = Buffer(ident, end - begin, Role.BATCH, f"batch{position}")
+        self.buffers[ident] = Buffer(ident, end - begin, Role.BATCH, f"batch{position}", self._elsewhere(leaf))
         self._leaves[ident] = position
         self._leaf_of[leaf] = (ident, leaf.storage_offset())
         # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
@@ -253,7 +259,8 @@ class Recorder(TorchDispatchMode):
             return tensor
         ident = BufferId(len(self.buffers))
         constant = tensor.detach().clone()
-        self.buffers[ident] = Buffer(ident, constant.untyped_storage().nbytes(), Role.CONSTANT, f"constant{ident}")
+        size, where = constant.untyped_storage().nbytes(), self._elsewhere(constant)
+        self.buffers[ident] = Buffer(ident, size, Role.CONSTANT, f"constant{ident}", where)
         self._externals[ident] = constant
         source = Region(ident, constant.dtype, tuple(constant.shape), tuple(constant.stride()), 0)
         self._new_buffer(tensor, Role.INTERNAL)

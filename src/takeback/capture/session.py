@@ -21,6 +21,7 @@ from takeback.capture.batch import map_tensors, microbatch, objects_of, tensors_
 from takeback.capture.guards import Guard
 from takeback.capture.leaks import watch_leaks
 from takeback.capture.program import Phase, Program, Role
+from takeback.capture.randomness import default_generators
 from takeback.capture.record import Recorder
 from takeback.capture.scratch import AllocatorEvent
 from takeback.errors import CaptureError
@@ -93,13 +94,14 @@ def capture(
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
     first = _guard(subject, args, kwargs)
-    generator_state = torch.default_generator.get_state() if real else None
+    device = next((p.device for p in subject.parameters), torch.device("cpu"))
+    states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
         try:
             return _attempt(subject, args, kwargs, recording, real)
         except _Unsettled:
-            if generator_state is not None:
-                torch.default_generator.set_state(generator_state)
+            for generator, state in states:
+                generator.set_state(state)
             return _attempt(subject, args, kwargs, recording, real)
     except _Unsettled as unsettled:
         first.restore_()

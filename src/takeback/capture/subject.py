@@ -36,13 +36,22 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
                     f"parameter {i} of group {g} of the optimizer (shape {tuple(p.shape)}) is not a parameter of the "
                     f"model. Make the optimizer from model.parameters(), after the model has its final parameters."
                 )
-    devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
+    devices = sorted({str(t.device) for t in _placed(model)})
     if len(devices) > 1:
         raise CaptureError(
             f"the model is on more than one device ({', '.join(devices)}). Move it to one: model.to(device)."
         )
-    if devices and devices != ["cpu"]:
-        raise CaptureError(f"mode 'exact' runs on the CPU in this version; the model is on {devices[0]}.")
+    if devices and device_of(model).type not in ("cpu", "cuda"):
+        raise CaptureError(f"mode 'exact' runs on the CPU and on CUDA in this version; the model is on {devices[0]}.")
+
+
+def _placed(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model is; the CPU if it has no tensor."""
+    return next((t.device for t in _placed(model)), torch.device("cpu"))
 
 
 def build(
@@ -56,6 +65,9 @@ def build(
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     check(model, loss_fn, optimizer)
+    device = device_of(model)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
     hook = hooks_on(model)
     if hook is not None:
         raise CaptureError(
@@ -80,8 +92,8 @@ def build(
                 f"tensor {i} of the batch requires grad, and takeback computes the gradients of the model's parameters "
                 f"only. Pass it detached; where loss_fn needs its gradient, call .requires_grad_() on a detached copy."
             )
-        if leaf.device.type != "cpu":
-            raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on cpu.")
+        if leaf.device != device and leaf.device.type != "cpu":
+            raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on {device}.")
     states = tuple(
         (value, f"{names.get(id(p), 'parameter')}.{name}")
         for p, table in optimizer.state.items()

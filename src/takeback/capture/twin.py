@@ -23,8 +23,9 @@ def disproof(optimizer: torch.optim.Optimizer) -> str | None:
     """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference."""
     groups, grads, names = [], [], {}
     for g, group in enumerate(optimizer.param_groups):
+        device = next((p.device for p in group["params"]), None)
         dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
-        twins = [torch.nn.Parameter(torch.ones(3, dtype=d)) for d in dtypes for _ in range(2)]
+        twins = [torch.nn.Parameter(torch.ones(3, dtype=d, device=device)) for d in dtypes for _ in range(2)]
         names.update({id(p): f"p{g}.{i}" for i, p in enumerate(twins)})
         settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
         groups.append({**settings, "params": twins})

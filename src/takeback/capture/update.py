@@ -185,7 +185,10 @@ class _Slice:
 def _path(group: Group) -> str:
     if group.get("fused"):
         return "fused"
-    return "foreach" if group.get("foreach") else "single"  # on CPU, None means the single-tensor loop
+    foreach = group.get("foreach")
+    if foreach is None and group.get("fused") is None:  # torch decides: lists of tensors on CUDA, a loop on the CPU
+        foreach = all(p.device.type == "cuda" for p in group["params"])
+    return "foreach" if foreach else "single"
 
 
 def _write_group(
@@ -315,7 +318,7 @@ def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decou
     m = tuple(s.states["exp_avg"] for s in slices)
     v = tuple(s.states["exp_avg_sq"] for s in slices)
     steps = tuple(s.states["step"] for s in slices)
-    one = w.borrow(torch.tensor(1.0), Role.CONSTANT, "one")
+    one = w.borrow(torch.tensor(1.0, device="cpu"), Role.CONSTANT, "one")
     w.write(aten._foreach_add_.Tensor, steps, one, alpha=1.0)
     if group["weight_decay"] != 0:
         if decoupled:

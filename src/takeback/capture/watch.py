@@ -14,15 +14,40 @@ def ambient() -> Hashable:
     """The global modes that decide which kernels eager would run."""
     autocast = torch.is_autocast_enabled("cpu")
     return (
+        _cuda_ambient() if torch.cuda.is_initialized() else None,
         autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
         torch.get_default_dtype(),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         torch.backends.mkldnn.enabled,
         # These flags are named after CUDA and rule the CPU's attention too.
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
+def _precision() -> Hashable:
+    """What set_float32_matmul_precision and the fp32_precision settings have set: the former's own getter raises where
+    a user has set the latter (checked on 2.13)."""
+    backends = torch.backends
+    mkldnn = backends.mkldnn
+    return (
+        backends.cuda.matmul.fp32_precision,
+        (mkldnn.matmul.fp32_precision, mkldnn.conv.fp32_precision, mkldnn.rnn.fp32_precision),
+    )
+
+
+def _cuda_ambient() -> Hashable:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    autocast = torch.is_autocast_enabled("cuda")
+    return (
+        autocast and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),
+        torch.cuda.current_device(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction),
+        (cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.preferred_blas_library()),
     )
 
 

@@ -63,18 +63,17 @@ def _deaths(program: Program) -> Mapping[BufferId, int]:
     """When eager lets go. For the update's temporaries, which were not recorded: a Python variable holds its tensor
     until the next parameter's takes its name; what is consumed within one expression dies there."""
     death = dict(program.eager_death)
-    made: dict[object, BufferId] = {}
+    made: dict[object, list[BufferId]] = {}
     for position, op in enumerate(program.ops):
         if op.phase is not Phase.UPDATE:
             continue
         fresh = [r.buffer for r in op.outputs if r.buffer not in op.mutates]
-        for buffer in fresh:
-            before = made.get(op.target)
-            if before is not None:
-                death.setdefault(before, position + 1)
-            made[op.target] = buffer
         if fresh:
+            for before in made.get(op.target, ()):
+                death.setdefault(before, position + 1)
+            made[op.target] = fresh
+            held = {b for each in made.values() for b in each}
             for region in op.inputs:
-                if region.buffer in made.values():
+                if region.buffer in held:
                     death.setdefault(region.buffer, position + 1)
     return death

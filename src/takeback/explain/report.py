@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from takeback.capture.program import Op, Phase, Program, Role
+from takeback.capture.program import Buffer, Op, Phase, Program, Role
 from takeback.explain.eager import eager_peak
 from takeback.explain.ledger import Entry, Fate, ledger
 from takeback.ownership.curve import alive_bytes
@@ -90,46 +90,54 @@ def build_report(
     kept_grad_bytes: int = 0,
     measured: Measured | None = None,
     placed: bool = True,
+    streamed: bool = False,
     step_s: float = 0.0,
     added_s: float = 0.0,
 ) -> Report:
-    """`original` is the recorded program before the passes; it says what eager would hold."""
+    """`original` is the recorded program before the passes; it says what eager would hold. `streamed`: the device's own
+    allocator places, so there is no arena and nothing is lost between tensors."""
     program = layout.draft.program
     resident = {role.value: 0 for role in Role if role.borrowed}
     for buffer in program.buffers.values():
-        if buffer.role.borrowed:
+        if buffer.role.borrowed and _on_device(buffer, program):
             resident[buffer.role.value] += buffer.size_bytes
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
     returned = sum(r.numel * r.dtype.itemsize for r in program.returned)
+    if streamed:
+        returned = kept_grad_bytes = 0  # handed to the caller as they are
     copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + kept_grad_bytes
     passes = sum(e.fate is Fate.PASSED for e in entries)
-    fresh = len(program.returned)
+    fresh = 0 if streamed else len(program.returned)
     outside = measured.misses + measured.passed + measured.worker_new if measured else passes
     if measured:
         copied += measured.landed_bytes
     # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
-    alive = layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
+    alive = layout.alive_bytes + (0 if streamed else layout.arena_bytes - layout.lower_bound_bytes)
     missed = measured.missed_bytes if measured else 0
     # What is returned is copied out when the step is over: by then only these values are alive.
     last = {layout.slots[r.buffer] for r in (*program.returned, *program.grads.values()) if r.buffer in layout.slots}
     alive_at_end = sum(program.buffers[b].size_bytes for b in last)
     at_end = returned + kept_grad_bytes + alive_at_end
-    if not placed:
+    if streamed and not measured:
+        outside = len(set(layout.slots.values()))
+    if not placed and not streamed:
         outside += sum(
             len(op.outputs) for op, kind in zip(program.ops, layout.kinds, strict=True) if asks_for_results(kind)
         )
     notes = []
-    if not placed:
+    if streamed:
+        notes.append(_STREAMED)
+    elif not placed:
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
         peak_bytes=total + undo_bytes + max(alive + missed, at_end),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
-        lower_bound_bytes=layout.lower_bound_bytes,
-        arena_bytes=layout.arena_bytes,
+        lower_bound_bytes=layout.alive_bytes if streamed else layout.lower_bound_bytes,
+        arena_bytes=layout.alive_bytes if streamed else layout.arena_bytes,
         allocations_per_step=fresh + outside,
         copied_bytes=copied,
         ledger=entries,
@@ -140,11 +148,22 @@ def build_report(
         peak_curve=tuple(alive_bytes(program, layout.slots, layout.draft.kept)),
         eager_curve=eager.curve,
         measured=measured,
-        placed=placed,
+        placed=placed or streamed,
         notes=tuple(notes),
         step_s=step_s,
         added_s=added_s,
     )
+
+
+_STREAMED = (
+    "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive at "
+    "the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
+)
+
+
+def _on_device(buffer: Buffer, program: Program) -> bool:
+    tensor = program.externals.get(buffer.id)
+    return not buffer.device and (tensor is None or tensor.device.type == program.device_type)
 
 
 def _where(op: Op) -> str:

@@ -1,8 +1,8 @@
 """Which ops may be run a second time with eager's bits, and what is then run.
 
 An op is run again only if it is pure and deterministic: an ATen kernel that writes nothing but its results and draws no
-random numbers. The same kernel on the same operands gives the same bits wherever they lie. A training batch norm has a
-form of its own, because its kernel would update the running statistics a second time.
+random numbers. The same kernel on the same operands gives the same bits wherever they lie. A training batch norm has
+forms of its own, because its kernel would update the running statistics a second time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from takeback.ownership.facts import EMPTY
 
 aten = torch.ops.aten
 
-_BATCH_NORM = aten.native_batch_norm.default
+_BATCH_NORMS = frozenset((aten.native_batch_norm.default, aten.cudnn_batch_norm.default))
 #: Attention is tagged as random for the sake of its dropout; without dropout it draws nothing.
 _ATTENTION = {
     getattr(aten, name).default: place
@@ -41,7 +41,7 @@ _ATTENTION = {
 }
 
 
-def may_run_again(op: Op) -> bool:
+def may_run_again(op: Op, device: str) -> bool:
     """True if running the op once more, later in the step, has no effect but its results, with the same bits."""
     target = op.target
     if isinstance(target, Special) or op.holds is not None or op.phase is not Phase.FORWARD:
@@ -50,8 +50,8 @@ def may_run_again(op: Op) -> bool:
         return False
     if draws_random_numbers(op) or torch.Tag.nondeterministic_bitwise in target.tags:
         return False
-    if target is _BATCH_NORM:
-        return bool(op.args[5]) and _norm_keeps_bits(op)
+    if target in _BATCH_NORMS:
+        return bool(op.args[5]) and (device != "cpu" or _norm_keeps_bits(op))
     return not op.mutates and not target._schema.is_mutable and bool(op.outputs)
 
 
@@ -84,25 +84,28 @@ def _dense(x: Region, order: Sequence[int]) -> bool:
     return bool(order)
 
 
-def reads(op: Op) -> Iterator[Region]:
+def reads(op: Op, device: str) -> Iterator[Region]:
     """What running the op again reads."""
-    if op.target is _BATCH_NORM:
+    if op.target not in _BATCH_NORMS:
+        yield from op.inputs
+    elif device == "cpu":
         yield from regions((*op.args[:3], *op.results[1:]))
     else:
-        yield from op.inputs
+        yield from regions(op.args[:3])
 
 
-def gives(op: Op) -> tuple[Region, ...]:
-    """What running the op again gives: of a batch norm the result alone, its statistics are read."""
-    return tuple(regions(op.results[0])) if op.target is _BATCH_NORM else op.outputs
+def gives(op: Op, device: str) -> tuple[Region, ...]:
+    """What running the op again gives: of a batch norm on the CPU the result alone, its statistics are read."""
+    return tuple(regions(op.results[0])) if op.target in _BATCH_NORMS and device == "cpu" else op.outputs
 
 
-def stand_in(op: Op) -> Op:
+def stand_in(op: Op, device: str) -> Op:
     """An op that takes as long as running this one again does."""
-    return replace(op, args=(*op.args[:5], False, *op.args[6:])) if op.target is _BATCH_NORM else op
+    evaluates = op.target in _BATCH_NORMS and device == "cpu"
+    return replace(op, args=(*op.args[:5], False, *op.args[6:])) if evaluates else op
 
 
-def run_again(op: Op, buffers: dict[BufferId, Buffer]) -> tuple[list[Op], dict[BufferId, BufferId]]:
+def run_again(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[Op], dict[BufferId, BufferId]]:
     """The ops that make the results once more, into new buffers (added to `buffers`), and which those are."""
 
     def new(like: Region, size_bytes: int) -> Region:
@@ -111,10 +114,13 @@ def run_again(op: Op, buffers: dict[BufferId, Buffer]) -> tuple[list[Op], dict[B
         buffers[ident] = replace(buffers[like.buffer], id=ident, size_bytes=size_bytes, name="")
         return replace(like, buffer=ident)
 
-    if op.target is _BATCH_NORM:
-        ops = _norm_again(op, buffers, new)
-        [old], made = gives(op), next(regions(ops[-1].results))
-        return ops, {old.buffer: made.buffer}
+    if op.target in _BATCH_NORMS:
+        if device == "cpu":
+            ops = _norm_again(op, buffers, new)
+            [old], made = gives(op, device), next(regions(ops[-1].results))
+            return ops, {old.buffer: made.buffer}
+        # The kernel for training once more, with no running statistics to update (checked on an H200, all layouts).
+        op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), mutates=())
     outputs = {r.buffer: r for r in op.outputs}
     copies = {b: new(r, buffers[b].size_bytes).buffer for b, r in outputs.items()}
     scratch = tuple(replace(s, result=copies[s.result]) if s.result is not None else s for s in op.scratch)

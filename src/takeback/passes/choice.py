@@ -52,10 +52,12 @@ def apply(draft: Draft, choice: Choice) -> Draft:
     for position, op in enumerate(program.ops):
         for again in todo.get(position, ()):
             source = program.ops[again]
-            made, copies = run_again(source, buffers)
+            made, copies = run_again(source, program.device_type, buffers)
             out += [_reading(one, newest) for one in made]
             rebuilt |= {r.buffer for one in made for r in one.outputs}
-            newest |= {old: copies[old] for old in (r.buffer for r in gives(source)) if old not in fixed}
+            newest |= {
+                old: copies[old] for old in (r.buffer for r in gives(source, program.device_type)) if old not in fixed
+            }
         out.append(_reading(op, newest))
     return replace(
         draft, program=replace(program, ops=tuple(out), buffers=buffers), rebuilt=draft.rebuilt | frozenset(rebuilt)

@@ -24,6 +24,8 @@ aten = torch.ops.aten
 
 #: A chunk of this many bytes stays in a core's L2 cache between the two kernels.
 CHUNK_BYTES = 1 << 20
+#: A GPU wants work for all its threads: a large buffer is cut into this many chunks there, whatever their size.
+CHUNKS_ON_GPU = 32
 
 
 def chunk_loss(draft: Draft) -> Draft:
@@ -56,10 +58,11 @@ def chunk_loss(draft: Draft) -> Draft:
         if reason is not None:
             refusals.append(Refusal("chunk_loss", op.name, result.buffer, size, reason, op.site))
             continue
-        if size <= CHUNK_BYTES:
+        most = CHUNK_BYTES if program.device_type == "cpu" else max(CHUNK_BYTES, size // CHUNKS_ON_GPU)
+        if size <= most:
             continue
         chunk = BufferId(len(buffers))
-        rows = max(1, min(logp.shape[0], CHUNK_BYTES // (logp.shape[1] * logp.dtype.itemsize)))
+        rows = max(1, min(logp.shape[0], most // (logp.shape[1] * logp.dtype.itemsize)))
         buffers[chunk] = Buffer(chunk, rows * logp.shape[1] * logp.dtype.itemsize, Role.INTERNAL)
         replaced[first] = []
         replaced[position] = _chunks(nll, op, chunk, rows)

@@ -82,6 +82,7 @@ class Menu:
 
     def __init__(self, draft: Draft, seconds: Callable[[Op], float]) -> None:
         program = self.program = draft.program
+        self._device = program.device_type
         placed = overwrite(draft)
         slots = {b: slot_of(placed, b) for b in placed.placements}
         self.curve = alive_bytes(program, slots, draft.kept)
@@ -140,10 +141,10 @@ class Menu:
         units: dict[int, Unit] = {}
         inlined: dict[BufferId, int] = {}
         for position, op in enumerate(self.program.ops):
-            if not may_run_again(op):
+            if not may_run_again(op, self._device):
                 continue
             ops, buffers, inner = [position], [], set()
-            for b in dict.fromkeys(r.buffer for r in reads(op)):
+            for b in dict.fromkeys(r.buffer for r in reads(op, self._device)):
                 made = inlined.get(b)
                 if made is None or made not in units:
                     buffers.append(b)
@@ -153,23 +154,23 @@ class Menu:
                 inner.add(b)
                 ops = [*unit.ops, *ops]
                 buffers += unit.reads
-            given = tuple(dict.fromkeys(r.buffer for r in gives(op)))
+            given = tuple(dict.fromkeys(r.buffer for r in gives(op, self._device)))
             ops = sorted(set(ops))
             extra = self._inside(ops)
-            total = sum(seconds(stand_in(self.program.ops[i])) for i in ops)
+            total = sum(seconds(stand_in(self.program.ops[i], self._device)) for i in ops)
             units[position] = Unit(tuple(ops), tuple(dict.fromkeys(buffers)), given, total, extra)
             # What one other op reads soon, and nobody later, is made again by that op's unit.
             big = [b for b in given if b in self.values]
             if len(big) == 1 and len(self.values[big[0]].episodes) == 1 and len(self._uses.get(big[0], ())) == 1:
                 reader = self.program.ops[self._uses[big[0]][0]]
-                if may_run_again(reader) and big[0] in {r.buffer for r in reads(reader)}:
+                if may_run_again(reader, self._device) and big[0] in {r.buffer for r in reads(reader, self._device)}:
                     inlined[big[0]] = position
         return units
 
     def _inside(self, ops: Sequence[int]) -> int:
         """The most bytes that running these ops takes above what they read and what the last of them gives."""
         program = self.program
-        last = {r.buffer for r in gives(program.ops[ops[-1]])}
+        last = {r.buffer for r in gives(program.ops[ops[-1]], self._device)}
         result = sum(program.buffers[b].size_bytes for b in last)
         held: dict[BufferId, int] = {}
         most = 0
@@ -177,9 +178,13 @@ class Menu:
             op = program.ops[i]
             final = k == len(ops) - 1
             level = sum(held.values()) + inside_bytes(op, {})
-            dying = [b for b in held if not any(b == r.buffer for j in ops[k + 1 :] for r in reads(program.ops[j]))]
+            dying = [
+                b
+                for b in held
+                if not any(b == r.buffer for j in ops[k + 1 :] for r in reads(program.ops[j], self._device))
+            ]
             taken = sum(held[b] for b in dying if self._overwrites(i, b))
-            new = {r.buffer: program.buffers[r.buffer].size_bytes for r in gives(op)}
+            new = {r.buffer: program.buffers[r.buffer].size_bytes for r in gives(op, self._device)}
             level += sum(new.values()) - taken
             most = max(most, level - result)
             for b in dying:
@@ -238,7 +243,7 @@ class Menu:
         if unit.ops[-1] >= stop:
             return False
         for position in unit.ops:
-            for region in reads(self.program.ops[position]):
+            for region in reads(self.program.ops[position], self._device):
                 b = region.buffer
                 if any(position <= w < stop for w in self._written.get(b, ())):
                     return False

@@ -13,7 +13,7 @@ class SharedArena:
     def __init__(self, native: Native | None) -> None:
         self._native = native
         self.mapped: Arena | None = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.generation = 0
 
     @property
@@ -25,12 +25,12 @@ class SharedArena:
         if size_bytes <= self.size_bytes:
             return
         self.mapped = None
-        self.tensor = torch.empty(0, dtype=torch.uint8)  # let the old bytes go before the new ones are taken
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old bytes go before the new ones come
         if self._native is not None:
             self.mapped = self._native.arena(size_bytes)
             self.tensor = self.mapped.tensor
         else:
-            raw = torch.empty(size_bytes + 64, dtype=torch.uint8)
+            raw = torch.empty(size_bytes + 64, dtype=torch.uint8, device="cpu")
             skip = -raw.data_ptr() % 64
             self.tensor = raw[skip : skip + size_bytes]
         self.generation += 1

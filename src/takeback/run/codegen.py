@@ -77,14 +77,22 @@ def place(
     region: Region, layout: Layout, arena: torch.Tensor, base: int, externals: Mapping[Any, torch.Tensor]
 ) -> torch.Tensor:
     """The tensor that looks at a region's bytes."""
-    empty = torch.empty(0, dtype=region.dtype)
     external = externals.get(region.buffer)
     if external is not None:
-        return empty.set_(external.untyped_storage(), region.offset, region.shape, region.stride)
+        return over(external, region.dtype, region.shape, region.stride, region.offset)
+    empty = torch.empty(0, dtype=region.dtype, device="cpu")
     start = base + layout.offsets[region.buffer]
     assert start % region.dtype.itemsize == 0
     offset = start // region.dtype.itemsize + region.offset
     return empty.set_(arena.untyped_storage(), offset, region.shape, region.stride)
+
+
+def over(
+    tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """A look into the storage of a tensor, of any dtype."""
+    empty = torch.empty(0, dtype=dtype, device=tensor.device)
+    return empty.set_(tensor.untyped_storage(), offset, shape, stride)
 
 
 class _Names:
@@ -118,7 +126,7 @@ class _Names:
         return self._known[key]
 
 
-class _Emitter:
+class Emitter:
     """Writes the two function bodies."""
 
     def __init__(self, layout: Layout, poison: bool) -> None:
@@ -248,9 +256,7 @@ def look(
             return leaf
         return leaf.as_strided(shape, stride, leaf.storage_offset() + offset)
     start_bytes = leaf.storage_offset() * leaf.dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(
-        leaf.untyped_storage(), start_bytes // dtype.itemsize + offset, shape, stride
-    )
+    return over(leaf, dtype, shape, stride, start_bytes // dtype.itemsize + offset)
 
 
 def _deaths(layout: Layout) -> dict[int, list[tuple[int, int]]]:
@@ -286,7 +292,7 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 def generate(layout: Layout, *, poison: bool = False) -> Code:
     """The step's source, compiled."""
-    emitter = _Emitter(layout, poison)
+    emitter = Emitter(layout, poison)
     emitter.emit()
     names = emitter.names
     program = layout.draft.program

@@ -1,47 +1,27 @@
-"""Runs a layout: binds it to the arena, replays it under the native allocator, and takes back what an abort left.
-
-Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
-user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
-"""
+"""Runs a layout inside one arena: binds it to the arena's bytes, and replays it under the native allocator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from takeback.capture.program import BufferId, Phase, Program, Region, Role, Scratch, Special
-from takeback.capture.randomness import generator_key
+from takeback.capture.program import BufferId, Region, Role, Scratch
 from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
-from takeback.run.commit import Gate
 from takeback.run.layout import Layout, asks_for_results, lay_out
+from takeback.run.replay import Replay
 
 
-@dataclass
-class Counters:
-    """What the last replay cost beyond its kernels."""
-
-    served: int = 0  #: requests answered from the arena
-    passed: int = 0  #: requests that were known to go to the ordinary allocator
-    misses: int = 0  #: requests nobody expected: served by the ordinary allocator
-    missed_bytes: int = 0
-    landed: int = 0  #: results copied into their place because their op put them elsewhere
-    landed_bytes: int = 0
-    worker_new: int = 0  #: blocks the worker threads' free lists had to take anew
-
-
-class Executor:
-    """A layout, ready to run on one thread at a time."""
+class Executor(Replay):
+    """A layout in the arena, ready to run on one thread at a time."""
 
     def __init__(self, layout: Layout, arena: SharedArena, native: Native | None, *, poison: bool = False) -> None:
-        self.layout = layout
-        self.program: Program = layout.draft.program
+        super().__init__(layout)
         self.code: Code = generate(layout, poison=poison)
-        self.counters = Counters()
         self._arena = arena
         self._native = native
         self._cell = Cell()
@@ -50,17 +30,6 @@ class Executor:
         self._compute: Compute | None = None
         self._update: Update | None = None
         arena.reserve_(layout.arena_bytes)
-        borrowed = written_before_update(self.program)
-        self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
-        self._live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
-        self._saved = [torch.empty_like(t) for t in self._live]
-        holds = any(op.holds is not None for op in self.program.ops)
-        self._rewound = generators_of(self.program) if holds else ()
-
-    @property
-    def written_leaves(self) -> Sequence[int]:
-        """Positions of the batch tensors that the user's own code writes."""
-        return self._written_leaves
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
@@ -75,7 +44,7 @@ class Executor:
             self.program.externals,
         )
 
-    def _bind_(self) -> None:
+    def _prepare_(self, *, log: bool) -> None:
         self._arena.reserve_(self.layout.arena_bytes)
         if self._generation == self._arena.generation:
             return
@@ -105,70 +74,28 @@ class Executor:
         self.counters.landed += 1
         self.counters.landed_bytes += result.numel() * result.element_size()
 
-    def run(
-        self,
-        leaves: Sequence[torch.Tensor],
-        scalars: Sequence[float],
-        finish: Callable[[], None] | None = None,
-        *,
-        inspect: Callable[[], None] | None = None,
-        log: bool = False,
-    ) -> None:
-        """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
-        own step(). `inspect` is called before it: what it raises takes the step back. Raises `HeldValueChanged`, with
-        everything as before, if a held value is another one."""
-        self._bind_()
-        assert self._compute is not None
-        assert self._update is not None
-        self.counters = Counters()
+    def _enter_(self, *, log: bool) -> None:
         self._cell.view[0] = -1
-        batch = [t.detach() for t in leaves]
-        script, mode = self._script, torch.is_grad_enabled()
-        states = [(g, g.get_state()) for g in self._rewound]
-        autocast = torch.is_autocast_enabled("cpu")
-        if autocast:  # the program holds the casts that autocast made; made again, they would be too many
-            torch.set_autocast_enabled("cpu", False)
-        undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
-        if self._live:
-            torch._foreach_copy_(self._saved, self._live)
-        try:
-            with Gate() as gate:
-                try:
-                    if script is not None:
-                        script.enter(log=log)
-                    gate.open = True
-                    self._compute(batch)
-                    if inspect is not None:
-                        inspect()
-                    gate.open = False
-                    # From here on the step is being committed, and Ctrl-C waits.
-                    self._update(batch, scalars)
-                    if finish is not None:
-                        if script is not None:
-                            script.leave()
-                        torch._C._set_grad_enabled(mode)
-                        finish()
-                except BaseException as error:
-                    gate.open = False
-                    torch._C._set_grad_enabled(False)
-                    if self._live:
-                        torch._foreach_copy_(self._live, self._saved)
-                    for live, before in undo:
-                        live.copy_(before)
-                    if isinstance(error, HeldValueChanged):
-                        for generator, state in states:
-                            generator.set_state(state)
-                    raise
-        finally:
-            if script is not None:
-                script.leave()
-                native = script.counters
-                self.counters.served, self.counters.passed = native.served, native.passed
-                self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
-                self.counters.worker_new = native.worker_new + native.worker_passed
-            torch._C._set_grad_enabled(mode)
-            if autocast:
-                torch.set_autocast_enabled("cpu", True)
+        if self._script is not None:
+            self._script.enter(log=log)
+
+    def _leave_(self) -> None:
+        script = self._script
+        if script is None:
+            return
+        script.leave()
+        native = script.counters
+        self.counters.served, self.counters.passed = native.served, native.passed
+        self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
+        self.counters.worker_new = native.worker_new + native.worker_passed
+
+    def _compute_(self, batch: list[torch.Tensor]) -> None:
+        assert self._compute is not None
+        self._compute(batch)
+
+    def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
+        assert self._update is not None
+        self._update(batch, scalars)
 
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
@@ -187,28 +114,6 @@ class Executor:
             for position, op in enumerate(self.program.ops)
         )
         return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
-
-
-def generators_of(program: Program) -> tuple[torch.Generator, ...]:
-    """The generators that the step draws from."""
-    found: dict[int, torch.Generator] = {}
-    for op in program.ops:
-        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
-            own = op.kwargs.get("generator")
-            own = own if isinstance(own, torch.Generator) else torch.default_generator
-            found.setdefault(generator_key(own), own)
-    return tuple(found.values())
-
-
-def written_before_update(program: Program) -> list[BufferId]:
-    """What the forward and backward write of the user's, in order: running statistics, counters."""
-    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
-    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
-
-
-def undo_bytes(program: Program) -> int:
-    """What the saved copies of these take, outside of the arena."""
-    return sum(program.buffers[b].size_bytes for b in written_before_update(program))
 
 
 def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:
@@ -251,10 +156,3 @@ def _claim(position: int, seen: list[Scratch], layout: Layout) -> list[Scratch]:
                     seen[k] = replace(other, result=s.result)
                     break
     return seen
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Everything in a tensor's storage: a step may write any part of it, through any view."""
-    storage = tensor.untyped_storage()
-    count = storage.nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, (count,), (1,))

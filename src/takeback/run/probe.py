@@ -81,8 +81,8 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
     def build(region: Region) -> Any:
         if region.buffer not in storages:
             size = max(program.buffers[region.buffer].size_bytes, region.span_bytes[1])
-            storages[region.buffer] = torch.zeros(size, dtype=torch.uint8).untyped_storage()
-        empty = torch.empty(0, dtype=region.dtype)
+            storages[region.buffer] = torch.zeros(size, dtype=torch.uint8, device="cpu").untyped_storage()
+        empty = torch.empty(0, dtype=region.dtype, device="cpu")
         return empty.set_(storages[region.buffer], max(region.offset, 0), region.shape, region.stride)
 
     def lists(arg: Any) -> Any:

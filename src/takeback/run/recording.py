@@ -1,12 +1,15 @@
-"""Lets the recorder see what ops ask of the allocator: one native recording, its events as plain data."""
+"""Lets the recorder see what ops ask of the allocator: one native recording, or the statistics of CUDA's allocator."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
 
+import torch
+
 from takeback.capture.scratch import AllocatorEvent
 from takeback.run.allocator import ALLOC, Cell, Native, Recording
+from takeback.run.meter import Meter, MeterLog
 
 
 class Log:
@@ -26,8 +29,12 @@ class Log:
         ]
 
 
-def recorder(native: Native | None) -> Callable[[], contextlib.AbstractContextManager[Log]] | None:
-    """A context for one recorded step, or None where there is no native allocator."""
+def recorder(
+    native: Native | None, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[Log | MeterLog]] | None:
+    """A context for one recorded step, or None where there is nothing to read requests from."""
+    if device.type == "cuda":
+        return lambda: contextlib.nullcontext(MeterLog(Meter(device)))
     if native is None:
         return None
 

@@ -14,16 +14,22 @@ from typing import Any
 
 import torch
 
+from takeback.capture.program import Program
 from takeback.capture.session import Capture
 from takeback.errors import CaptureError, VerifyError
 from takeback.run.commit import Gate
 from takeback.run.eager import eager_gradients, eager_step
-from takeback.run.executor import Executor, generators_of, written_before_update
+from takeback.run.replay import Replay, generators_of, written_before_update
+from takeback.run.steadiness import steadiness
 
-_ADVICE = (
+_SEEN = (
     "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
     "this is a bug of takeback's: please report it with str(step.report())."
 )
+
+
+def _advice(program: Program) -> str:
+    return steadiness(program) + _SEEN
 
 
 @dataclass(frozen=True)
@@ -42,11 +48,29 @@ class Recipe:
 def checksum(tensor: torch.Tensor) -> int:
     """Equal bits have equal checksums, and different bits almost never do."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.device.type != "cpu":
+        return _checksum_there(flat)
     return zlib.crc32(flat.numpy().data)
 
 
+_CHUNK_BYTES = 1 << 20  #: so that a checksum on the device takes a few tens of MiB at most
+_MIX = (-7046029254386353131, 2685821657736338717)  #: odd numbers of 64 bits
+
+
+def _checksum_there(flat: torch.Tensor) -> int:
+    """The same where the tensor lies: whole numbers add up to the same sum in any order."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.arange(min(_CHUNK_BYTES, flat.numel()), device=flat.device)
+    places = (places * _MIX[0]) ^ (places >> 7)
+    for start in range(0, flat.numel(), _CHUNK_BYTES):
+        part = flat[start : start + _CHUNK_BYTES]
+        mixed = (part.to(torch.int64) + 1) * (places[: part.numel()] * 2 + 1)
+        total = total * _MIX[1] + (mixed ^ (mixed >> 29)).sum()
+    return int(total.item())
+
+
 @contextlib.contextmanager
-def taken_back(executor: Executor, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+def taken_back(executor: Replay, leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Puts back what a forward and backward write besides gradients: statistics, the batch, random states."""
     program = executor.program
     live = [program.externals[b] for b in written_before_update(program) if b in program.externals]
@@ -67,7 +91,7 @@ def taken_back(executor: Executor, leaves: Sequence[torch.Tensor]) -> Iterator[N
                 generator.set_state(state)
 
 
-def eager_digest(recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
+def eager_digest(recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
     """Checksums of eager's loss, gradients and statistics for this step, which is then taken back."""
     parameters = list(recipe.model.parameters())
     try:
@@ -84,19 +108,20 @@ def eager_digest(recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tens
 
 
 def compare(
-    expected: Mapping[str, int], executor: Executor, leaves: Sequence[torch.Tensor], names: Sequence[str]
+    expected: Mapping[str, int], executor: Replay, leaves: Sequence[torch.Tensor], names: Sequence[str]
 ) -> None:
     """Raises `VerifyError` if the step that has just been computed differs from what eager's digest says."""
     program = executor.program
     found = {"loss": checksum(executor.tensor(program.loss, leaves))}
-    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items()}
+    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items() if executor.holds(r)}
     found |= _statistics(executor)
+    gone = {f"grad{i}" for i, r in program.grads.items() if not executor.holds(r)}
     for key in dict.fromkeys((*expected, *found)):
-        if expected.get(key) != found.get(key):
+        if key not in gone and expected.get(key) != found.get(key):
             what = f"the gradient of {names[int(key[4:])]}" if key.startswith("grad") else key
             raise VerifyError(
                 f"a new plan's first step was compared with eager, and {what} has other bits. The step was taken back: "
-                f"model and optimizer are as before it. {_ADVICE}"
+                f"model and optimizer are as before it. {_advice(executor.program)}"
             )
 
 
@@ -112,9 +137,8 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
         return found | {f"statistic {i}": checksum(t) for i, t in enumerate(got.statistics)}
 
-    recorded = digest(got.loss)
-    got.rewind_()
-    try:
+    def again() -> dict[str, int]:
+        got.rewind_()
         with torch.enable_grad():
             loss = eager_gradients(
                 recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
@@ -122,18 +146,24 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         if recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         torch.clear_autocast_cache()
-        plain = digest(loss)
+        return digest(loss)
+
+    recorded = digest(got.loss)
+    try:
+        plain = again()
         different = [key for key in dict.fromkeys((*plain, *recorded)) if plain.get(key) != recorded.get(key)]
         if different:
             names = [name for name, _ in recipe.model.named_parameters()]
             what = ", ".join(
                 f"the gradient of {names[int(k[4:])]}" if k.startswith("grad") else k for k in different[:3]
             )
+            shaky = steadiness(got.program, seen=got.program.device_type == "cuda" and again() != plain)
             raise CaptureError(
                 f"the step gives other bits each time it runs, or when it is recorded: {what}. Nothing has been "
-                f"changed. A step whose results depend on more than its inputs (Python state, a clock) cannot be "
-                f"replayed; and torch computes a few gradients another way while it is recorded (prod, cross_entropy "
-                f"with weight and label_smoothing), where mode 'exact' could not keep eager's bits."
+                f"changed. {shaky}A step whose results depend on more than its inputs (Python "
+                f"state, a clock) cannot be replayed; and torch computes a few gradients another way while it is "
+                f"recorded (prod, cross_entropy with weight and label_smoothing), where mode 'exact' could not keep "
+                f"eager's bits."
             )
     except BaseException:
         got.rewind_()
@@ -142,13 +172,13 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
         raise
 
 
-def _statistics(executor: Executor) -> dict[str, int]:
+def _statistics(executor: Replay) -> dict[str, int]:
     program = executor.program
     written = [b for b in written_before_update(program) if b in program.externals]
     return {program.buffers[b].name: checksum(program.externals[b]) for b in written}
 
 
-def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor, leaves: Sequence[torch.Tensor]) -> Any:
+def verified(step: Callable[[], Any], recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> Any:
     """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
     model, optimizer = recipe.model, recipe.optimizer
     with torch.no_grad():
@@ -173,12 +203,13 @@ def verified(step: Callable[[], Any], recipe: Recipe, executor: Executor, leaves
     for p, grad in grads.items():
         p.grad = grad
     loss = out[0] if isinstance(out, tuple) else out
+    advice = _KEPT + _advice(executor.program)
     if not same_bits(loss, expected):
-        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {_KEPT}{_ADVICE}")
+        raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {advice}")
     for name, now in _tensors(model, optimizer):
         if not same_bits(compiled[name], now.detach()):
             worst = (compiled[name].double() - now.detach().double()).abs().max().item()
-            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {_KEPT}{_ADVICE}")
+            raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {advice}")
     return out
 
 
