@@ -69,11 +69,26 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("memory", ["auto", "keep"])
+@pytest.mark.parametrize("memory", ["auto", "keep", "min"])
 @pytest.mark.parametrize("name", MODELS)
 def test_step_has_eagers_bits(name: str, memory: str) -> None:
     case = MODELS[name]
     train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, {"memory": memory}, case.around))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_early_update_has_eagers_bits(name: str) -> None:
+    case = MODELS[name]
+    settings = {"memory": "min", "update": "early", "keep_grads": False}
+    train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, settings, case.around))
+
+
+@pytest.mark.parametrize("name", ["convnet", "convnet, channels_last, bf16"])
+def test_batch_norm_is_rebuilt_and_updates_its_statistics_once(name: str) -> None:
+    case = MODELS[name]
+    step = train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, {"memory": "min"}, case.around))
+    ops = [op for op in step._plans[0].executor.program.ops if "batch_norm" in op.name and "backward" not in op.name]
+    assert any(op.args[3] is None for op in ops), "no batch norm was rebuilt: this test shows nothing"
 
 
 @pytest.mark.parametrize("name", ["mlp, dropout", "convnet", "gpt, bf16"])

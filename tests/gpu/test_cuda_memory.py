@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("memory", ["auto", "keep"])
+@pytest.mark.parametrize("memory", ["auto", "keep", "min", "0.7x"])
 @pytest.mark.parametrize("name", CASES)
 def test_peak_is_the_reported_one_and_never_above_eagers(name: str, memory: str) -> None:
     case = CASES[name]
@@ -102,7 +102,7 @@ def test_peak_is_the_reported_one_and_never_above_eagers(name: str, memory: str)
         f"{eagers / 2**20:.1f}, reported {by_eager / 2**20:.1f}; ratio {ours / eagers:.3f}; "
         f"{report.allocations_per_step} allocations"
     )
-    assert ours <= eagers
+    assert ours <= (0.7 if memory == "0.7x" else 1.0) * eagers
     assert abs(ours - planned) <= 0.02 * planned
     assert abs(eagers - by_eager) <= 0.03 * eagers
     assert report.allocations_per_step > 0

@@ -25,13 +25,14 @@ from takeback.passes.solve import Solution, Solver
 _GROUPS = 2  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
+_LAST_PERCENT = 0.01  #: of the peak without rebuilding: the last so much of the way to the lowest peak costs the most
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lowest:
-    """The lowest peak there is, whatever it costs; then the least cost for it."""
+    """The lowest peak there is, within a percent of that without rebuilding; then the least cost for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +111,13 @@ class Search:
         if found is None:
             return self.keep
         self._say(f"lowest peak {found.peak_bytes / 2**20:.1f} MiB; looking for the cheapest way to it")
-        cheaper = solver.lowest_cost(found.peak_bytes, deadline=self._deadline, start=found)
+        slack = _LAST_PERCENT if share is None else 0.0
+        near = found.peak_bytes + int(slack * self.keep.peak_bytes)
+        cheaper = solver.lowest_cost(near, deadline=self._deadline, start=found)
         points = [self._point(s) for s in (found, cheaper) if s is not None]
         if share is not None:
             points = [p for p in points if p.added_s <= most * (1 + 1e-6)]
-        best = min(points, key=lambda p: (p.peak_bytes, p.added_s), default=self.keep)
-        near = [p for p in points if p.peak_bytes <= best.peak_bytes * (1 + _LEAST_GAIN)]
-        best = min(near, key=lambda p: (p.added_s, p.peak_bytes), default=self.keep)
+        best = min(points, key=lambda p: (p.added_s, p.peak_bytes), default=self.keep)
         return best if best.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
 
     def frontier(self) -> tuple[Point, ...]:
