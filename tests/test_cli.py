@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,55 @@ def test_explain_writes_page_and_data(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert page.read_text().startswith("<!DOCTYPE html>")
     assert json.loads(data.read_text())["ops"] > 0
+
+
+def test_explain_shows_the_frontier(tmp_path: Path) -> None:
+    page, data = tmp_path / "f.html", tmp_path / "f.json"
+    result = run("explain", "gpt", "--frontier", "--solve-s", "2", "--html", str(page), "--json", str(data))
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 80 + len(str(tmp_path))
+    assert "-- What is run again" in result.stdout
+    assert re.search(r"^min .* %", result.stdout, re.MULTILINE)
+    assert "auto" in result.stdout
+    assert '<circle class="dot auto"' in page.read_text()
+    assert json.loads(data.read_text())["points"][0]["memory"] == "keep"
+
+
+def test_frontier_runs_no_step_of_the_users(user_file: Path) -> None:
+    assert "users_step" not in run("explain", f"{user_file}:make", "--frontier").stdout
+    result = run("explain", f"{user_file}:reads_values", "--frontier")
+    assert result.exit_code == 1
+    assert "CaptureError" in result.stderr
+
+
+def test_frontier_and_memory_exclude_each_other() -> None:
+    result = run("explain", "mlp", "--frontier", "--memory", "min")
+    assert result.exit_code == 2
+    assert "leave one of the two out" in result.stderr
+
+
+def test_explain_takes_a_memory() -> None:
+    peaks = {}
+    for memory in ("keep", "min", "0.6x", "5MiB"):
+        result = run("explain", "gpt", "--memory", memory, "--steps", "1")
+        assert result.exit_code == 0, result.output
+        peaks[memory] = float(result.stdout.splitlines()[1].split()[1])
+    assert peaks["min"] < peaks["0.6x"] <= peaks["5MiB"] <= 5.0 < peaks["keep"]
+
+
+@pytest.mark.parametrize("command", ["explain", "bench"])
+@pytest.mark.parametrize(
+    ("memory", "message"),
+    [
+        ("0.01x", r"MemoryTargetError: memory='0.01x' is .* the lowest peak that rebuilding reaches is [\d.]+ MiB"),
+        ("a lot", "OptionError: memory must be 'auto', 'min', 'keep'"),
+    ],
+)
+def test_memory_that_cannot_be_is_an_error(command: str, memory: str, message: str) -> None:
+    result = run(command, "gpt", "--memory", memory)
+    assert result.exit_code == 1
+    assert re.search(message, result.stderr.replace("\n", " "))
+    assert result.stdout == ""
 
 
 def test_explain_takes_a_function_of_a_file(user_file: Path) -> None:
@@ -181,6 +231,12 @@ def test_bench_compares_side_by_side() -> None:
     assert result.exit_code == 0, result.output
     assert "time, median" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_bench_takes_a_memory() -> None:
+    result = run("bench", "mlp", "--rounds", "1", "--memory", "keep")
+    assert result.exit_code == 0, result.output
+    assert 'mlp, memory="keep", 1 steps of each in turns' in result.stdout
 
 
 def test_check_belongs_to_a_later_version() -> None:

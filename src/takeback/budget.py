@@ -13,8 +13,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from takeback.capture.program import BufferId, Op, Program
-from takeback.errors import MemoryTargetError
+from takeback.capture.twin import disproof
+from takeback.capture.update import own_step_reason
+from takeback.errors import MemoryTargetError, OptionError
 from takeback.explain.eager import eager_peak
 from takeback.options import Options, cache_dir, memory_target
 from takeback.passes import Draft, passes_for, run_passes
@@ -79,10 +83,20 @@ def plan_within(
     raise MemoryTargetError(wanted, lowest, _impossible(options.memory, wanted, lowest, outside))
 
 
-def search_for(program: Program, kept: frozenset[BufferId], limit_s: float, progress: Progress | None) -> Search:
+def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
+    reason = (own_step_reason(optimizer) or disproof(optimizer)) if options.update == "early" else None
+    if reason is not None:
+        raise OptionError(
+            f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
+            f"called: {reason}. Use update='end'."
+        )
+
+
+def search_for(program: Program, kept: frozenset[BufferId], options: Options, progress: Progress | None) -> Search:
     """What knows the whole frontier of a program: peak against added time."""
-    draft = run_passes(Draft(program, kept), passes_for()[:-1])
-    return Search(draft, cost_of(program), limit_s, progress)
+    draft = run_passes(Draft(program, kept), passes_for(early=options.update == "early")[:-1])
+    return Search(draft, cost_of(program), options.solve_s, progress)
 
 
 def resident_bytes(program: Program) -> int:

@@ -5,24 +5,30 @@ Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable ar
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 import takeback
 from takeback import demo as demos
 from takeback.errors import TakebackError
+from takeback.explain.frontier import Frontier
+from takeback.explain.report import Report
+from takeback.options import Options
+from takeback.predict import frontier as find_frontier
 from takeback.zoo import CASES, Case, case
 
 
@@ -72,6 +78,15 @@ MakerArgument = Annotated[
     ),
 ]
 
+MemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MEMORY",
+        help="auto (the default), min, keep, a part of eager's peak such as 0.6x, or a size such as 12GiB.",
+    ),
+]
+AUTO, SOLVE_S = Options.memory, Options.solve_s
+
 
 class BadArgument(TakebackError):
     """A target that names nothing, or a file that cannot be written; says what there is."""
@@ -120,21 +135,47 @@ def explain(
     html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run first.")] = 3,
+    memory: MemoryOption = None,
+    frontier: Annotated[
+        bool,
+        typer.Option(
+            "--frontier", metavar=FLAG, help="Show peak against predicted time instead; no step of TARGET is run."
+        ),
+    ] = False,
+    solve_s: Annotated[
+        float, typer.Option(help="How long the choice of what to rebuild may take, in seconds.")
+    ] = SOLVE_S,
 ) -> None:
     """Run a few steps of TARGET and show what lives where, what is copied and why."""
     with _CleanErrors():
         _check_writable(html, json)
-        subject = load_case(target)
-        step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer)
-        for _ in range(steps):
-            step(*subject.batch)
-        report = step.report()
-    typer.echo(str(report))
+        if frontier and memory is not None:
+            raise BadArgument("--frontier shows every --memory side by side; leave one of the two out")
+        made: Report | Frontier
+        if frontier:
+            subject = load_case(target)
+            with _telling(f"tracing {target}") as tell:
+                made = find_frontier(
+                    subject.model, subject.loss_fn, subject.optimizer, *subject.batch, solve_s=solve_s, progress=tell
+                )
+        else:
+            made = _report(target, steps, memory or AUTO, solve_s)
+    typer.echo(str(made))
     if html is not None:
-        typer.echo(f"\npage: {report.to_html(html)}")
+        typer.echo(f"\npage: {made.to_html(html)}")
     if json is not None:
-        json.write_text(report.to_json(), encoding="utf-8")
+        json.write_text(made.to_json(), encoding="utf-8")
         typer.echo(f"\ndata: {json}")
+
+
+def _report(target: str, steps: int, memory: str, solve_s: float) -> Report:
+    subject = load_case(target)
+    with _telling(f"recording {target}, and choosing what to rebuild") as tell:
+        step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer, memory=memory, solve_s=solve_s)
+        for i in range(steps):
+            step(*subject.batch)
+            tell(f"{target}: step {i + 1} of {steps}")
+    return step.report()
 
 
 @app.command(cls=_Command)
@@ -153,12 +194,14 @@ def fit(
 def bench(
     target: TargetArgument = "gpt/small",
     rounds: Annotated[int, typer.Option(min=1, help="How many steps of each are timed.")] = 20,
+    memory: MemoryOption = None,
 ) -> None:
     """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
-    with _CleanErrors():
-        result = demos.compare(load_case(target), load_case(target), rounds)
+    with _CleanErrors(), _telling(f"loading {target}") as tell:
+        result = demos.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
     console = _console()
-    console.print(demos.comparison_table(f"{target}, {rounds} steps of each in turns", result))
+    setting = f', memory="{memory}"' if memory else ""
+    console.print(demos.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
     console.print(demos.verdict(result))
 
 
@@ -302,6 +345,19 @@ def _console() -> Console:
     console = Console(highlight=False)
     console.width = min(console.width, 80) if console.is_terminal else 80
     return console
+
+
+@contextlib.contextmanager
+def _telling(text: str) -> Iterator[Callable[[str], None]]:
+    """Shows on the terminal what is being done, and elsewhere nothing. It is redrawn when it is told something and by
+    no thread of its own, which would take page faults in a step that is being measured."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with Live(Text(text, style="dim"), console=console, auto_refresh=False, transient=True) as live:
+        live.refresh()
+        yield lambda text: live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 class _CleanErrors:

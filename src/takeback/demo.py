@@ -135,21 +135,26 @@ def memory_of(step: Callable[[], object]) -> Memory | None:
     return Memory(peak, allocations)
 
 
-def compare(eager: Case, ours: Case, rounds: int) -> Comparison:
-    """Steady steps of two equal cases: one in eager, one compiled."""
+def compare(
+    eager: Case, ours: Case, rounds: int, *, memory: str = "auto", progress: Callable[[str], None] | None = None
+) -> Comparison:
+    """Steady steps of two equal cases: one in eager, one compiled with `memory`."""
+    say = progress or (lambda text: None)
 
     def in_eager() -> None:
         eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch)
 
+    say("eager alone")
     faults = faults_alone(in_eager, min(rounds, FAULT_ROUNDS))
-    step = compile_step(ours.model, ours.loss_fn, ours.optimizer)
+    say("recording, and choosing what to rebuild")
+    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, memory=memory)
     for _ in range(REHEARSALS):
         step(*ours.batch)
+    say(f"timing {rounds} steps of each in turns")
     before, after = interleaved(in_eager, lambda: step(*ours.batch), rounds)
     before = [Sample(s.seconds, faults) for s in before]
     eager.model.zero_grad(set_to_none=True)
-    memory = memory_of(in_eager)
-    return Comparison(before, after, memory, step.report(), gradient_clones(step))
+    return Comparison(before, after, memory_of(in_eager), step.report(), gradient_clones(step))
 
 
 def gradient_clones(step: CompiledStep) -> tuple[int, int]:

@@ -1,4 +1,5 @@
-"""What a step would need, before it runs: `predict` traces it with fake tensors, `largest_batch` searches over that.
+"""What a step would need, before it runs: `predict` traces it with fake tensors, `frontier` says what less memory
+would cost in time, `largest_batch` searches over batch sizes.
 
 Nothing of the user's is touched or run: model, optimizer and batch are replaced by fakes of the same shapes. Only the
 scratch inside kernels cannot be seen that way; each distinct op that may take some is tried once, on zeros.
@@ -7,19 +8,23 @@ scratch inside kernels cannot be seen that way; each distinct op that may take s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from takeback.budget import plan_within
+from takeback.budget import AUTO_SHARE, check_early, cost_of, plan_within, resident_bytes, search_for
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_tensors, tensors_of
 from takeback.capture.fakes import FakeWorld
+from takeback.capture.program import BufferId, Program
 from takeback.capture.session import capture
 from takeback.capture.twin import disproof
 from takeback.capture.update import own_step_reason, write_update
 from takeback.errors import OptionError
+from takeback.explain.eager import eager_peak
+from takeback.explain.frontier import Frontier, build_frontier
 from takeback.explain.report import Report, build_report
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 from takeback.passes import Refusal
@@ -39,6 +44,7 @@ def predict(
     memory: str = "auto",
     device: str | None = None,
     gpu: str | None = None,
+    update: str = "end",
     accumulate: int = 1,
     clip_norm: float | None = None,
     keep_grads: bool = False,
@@ -52,14 +58,120 @@ def predict(
     compiled step is the truth.
     """
     options = Options(
-        mode=mode, memory=memory, accumulate=accumulate, clip_norm=clip_norm, keep_grads=keep_grads, solve_s=solve_s
+        mode=mode,
+        memory=memory,
+        update=update,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        solve_s=solve_s,
     )
+    _check_device(device, gpu)
+    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options, progress)
+    plan = plan_within(traced.program, traced.kept, options)
+    layout = plan.layout
+    return build_report(
+        layout,
+        traced.program,
+        refusals=traced.refusals,
+        undo_bytes=undo_bytes(layout.draft.program),
+        kept_grad_bytes=traced.kept_grad_bytes,
+        placed=traced.placed,
+        step_s=plan.step_s,
+        added_s=plan.added_s,
+    )
+
+
+def frontier(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *batch: Any,
+    mode: str = "exact",
+    device: str | None = None,
+    gpu: str | None = None,
+    update: str = "end",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    keep_grads: bool = False,
+    solve_s: float = 8.0,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> Frontier:
+    """Peak against predicted time for this batch: what each setting of `memory=` would come to. Nothing is run.
+
+    `solve_s` holds for the curve, and once more for what "auto" would choose. `progress(text)` is told what is being
+    done. Keywords that are not known go to loss_fn.
+    """
+    options = Options(
+        mode=mode,
+        update=update,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        solve_s=solve_s,
+    )
+    _check_device(device, gpu)
+    say = progress or (lambda text: None)
+    say("tracing the step")
+    traced = _trace(
+        model,
+        loss_fn,
+        optimizer,
+        batch,
+        kwargs,
+        options,
+        lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
+    )
+    program = traced.program
+    say("listing what could be rebuilt")
+    share = AUTO_SHARE.get(program.device_type, 0.0)
+    auto = search_for(program, traced.kept, options, lambda text: say(f"auto: {text}")).lowest(share)
+    search = search_for(program, traced.kept, options, say)
+    return build_frontier(
+        search.frontier(),
+        auto,
+        search.draft.program,
+        step_s=search.step_s,
+        seconds=cost_of(program),
+        eager_bytes=eager_peak(program).transient_bytes,
+        resident_bytes=resident_bytes(program),
+        undo_bytes=undo_bytes(program),
+        kept_grad_bytes=traced.kept_grad_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A step as `compile_step` would record it, seen through fake tensors."""
+
+    program: Program
+    kept: frozenset[BufferId]
+    kept_grad_bytes: int
+    refusals: tuple[Refusal, ...]
+    placed: bool
+
+
+def _check_device(device: str | None, gpu: str | None) -> None:
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
+
+
+def _trace(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    batch: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    progress: Callable[[int, int], None] | None,
+) -> _Traced:
+    """The program of the step, update and scratch included. Of the user's, nothing is run or changed."""
     subjects.check(model, loss_fn, optimizer)
     if subjects.device_of(model).type != "cpu":
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
+    check_early(options, optimizer)
     with FakeWorld() as world:
         fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
@@ -73,34 +185,22 @@ def predict(
         )
         got = capture(subject, fake_batch, fake_kwargs, real=False)
         program = got.program
-        refusals: tuple[Refusal, ...] = ()
         reason = own_step_reason(fake_optimizer)
-        planned = False
-        if reason is None:
+        planned = reason is None
+        if planned:
             world.fill_states(fake_optimizer, subject.parameters)
-            program, _ = write_update(program, fake_optimizer, subject.parameters, subject.names)
-            planned = True
-    if reason is None:
-        reason = disproof(optimizer)
+            early = options.update == "early"
+            program, _ = write_update(program, fake_optimizer, subject.parameters, subject.names, one_by_one=early)
+    reason = reason or disproof(optimizer)
+    refusals: tuple[Refusal, ...] = ()
     if reason is not None:
         refusals = (Refusal("plan the update", type(optimizer).__name__, program.loss.buffer, 0, reason),)
     if native is not None:
         program = probe_scratch(program, native, progress)
     keep = options.keep_grads or not planned
     kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-    plan = plan_within(program, kept, options)
-    layout = plan.layout
     grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
-    return build_report(
-        layout,
-        program,
-        refusals=refusals,
-        undo_bytes=undo_bytes(layout.draft.program),
-        kept_grad_bytes=grads,
-        placed=native is not None,
-        step_s=plan.step_s,
-        added_s=plan.added_s,
-    )
+    return _Traced(program, kept, grads, refusals, native is not None)
 
 
 def largest_batch(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from takeback.budget import Planned, plan_within
+from takeback.budget import Planned, check_early, plan_within
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
 from takeback.capture.program import Op, Program, Region
@@ -26,7 +26,7 @@ from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.twin import disproof
 from takeback.capture.update import Update, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
-from takeback.errors import CaptureError, MemoryTargetError, OptionError
+from takeback.errors import CaptureError, MemoryTargetError
 from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
 from takeback.passes import Refusal
@@ -136,7 +136,7 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        self._check_early()
+        check_early(options, optimizer)
         on_cpu = subjects.device_of(model).type == "cpu"
         self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self._streams = not on_cpu  #: values are placed by the device's own allocator, not in an arena
@@ -214,16 +214,6 @@ class CompiledStep:
             added_s=plan.planned.added_s,
         )
 
-    def _check_early(self) -> None:
-        if self.options.update != "early":
-            return
-        reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
-        if reason is not None:
-            raise OptionError(
-                f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
-                f"called: {reason}. Use update='end'."
-            )
-
     # -- a new plan --------------------------------------------------------------------------------------------
 
     def _record(
@@ -238,7 +228,7 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
         )
         self._news.note(key)
-        self._check_early()
+        check_early(self.options, self._optimizer)
         before = Snapshot(subject.parameters, self._optimizer) if self.options.has_target else None
         with Gate() as gate:
             got: Capture | None = None

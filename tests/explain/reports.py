@@ -49,6 +49,9 @@ def fixed_report() -> Report:
         measured=Measured(2, 0, 0, 1, 0, 0, 0),
         placed=True,
         notes=("a note that is long enough to need a second line because it says a lot about very little",),
+        step_s=0.2,
+        added_s=0.005,
+        rebuilt_ops=1,
         torch_version="2.0",
     )
 

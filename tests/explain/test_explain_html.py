@@ -125,4 +125,11 @@ def test_every_fate_has_a_colour_of_its_own() -> None:
 
 
 def test_page_of_a_gpt_shows_what_is_rebuilt() -> None:
-    assert '<rect class="recomputed" x=' in as_html(zoo_report("gpt"))
+    page = as_html(zoo_report("gpt"))
+    assert '<rect class="recomputed" x=' in page
+    assert "run again per step" in page
+
+
+def test_page_says_what_rebuilding_costs() -> None:
+    assert "2.5 % more time, predicted" in as_html(fixed_report())
+    assert "run again" not in as_html(dataclasses.replace(fixed_report(), rebuilt_ops=0))

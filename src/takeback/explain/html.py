@@ -13,6 +13,7 @@ from takeback.explain.report import Report
 from takeback.explain.text import (
     MEANING,
     Group,
+    added_time,
     at_peak,
     clean,
     copy_groups,
@@ -22,6 +23,7 @@ from takeback.explain.text import (
     refusal_groups,
     short_line,
     show_bytes,
+    show_count,
     show_ratio,
 )
 
@@ -39,34 +41,42 @@ def as_html(report: Report) -> str:
     owners = at_peak(report)
     parts = [
         _cards(report),
-        _section("The arena", _arena(report), _legend(report)),
-        _section("Bytes alive above resident", _curves(report), ""),
-        _section("Fates", _fates(report), ""),
-        _section(
+        section("The arena", _arena(report), _legend(report)),
+        section("Bytes alive above resident", _curves(report), ""),
+        section("Fates", _fates(report), ""),
+        section(
             "Largest values at the peak",
             _largest(owners[:MOST_VALUES]),
             f"<p>op {position:,} of {report.ops:,}; {len(owners):,} values own bytes there.</p>",
         ),
-        _section("Copies", _groups(copy_groups(report)), "<p>What the step still copies, and why.</p>"),
-        _section("Refusals", _groups(refusal_groups(report)), "<p>Decisions not taken, and why.</p>"),
-        _section("Resident", _resident(report), "<p>Alive between steps anyway; the same in eager.</p>"),
+        section("Copies", _groups(copy_groups(report)), "<p>What the step still copies, and why.</p>"),
+        section("Refusals", _groups(refusal_groups(report)), "<p>Decisions not taken, and why.</p>"),
+        section("Resident", _resident(report), "<p>Alive between steps anyway; the same in eager.</p>"),
     ]
-    notes = "".join(f"<p class=note>{_text(note)}</p>" for note in report.notes)
+    notes = "".join(f"<p class=note>{text_of(note)}</p>" for note in report.notes)
+    return page("takeback report", f"{report.ops:,} ops, torch {report.torch_version}", [notes, *parts])
+
+
+# -- what the page of a frontier shares --------------------------------------------------------------------------
+
+
+def page(title: str, sub: str, parts: Sequence[str]) -> str:
+    """A whole page around parts that are HTML already."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>takeback report</title>\n<style>{_STYLE}</style></head>\n<body><main>\n"
-        f"<h1>takeback</h1><p class=sub>{report.ops:,} ops, torch {_text(report.torch_version)}</p>\n{notes}"
+        f"<title>{text_of(title)}</title>\n<style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<h1>takeback</h1><p class=sub>{text_of(sub)}</p>\n"
         + "\n".join(parts)
         + f"\n</main><script>{_SCRIPT}</script></body></html>\n"
     )
 
 
-def _text(text: object) -> str:
+def text_of(text: object) -> str:
     return escape(clean(str(text)))
 
 
-def _section(title: str, body: str, lead: str) -> str:
+def section(title: str, body: str, lead: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{lead}{body}</section>" if body else ""
 
 
@@ -78,7 +88,7 @@ def _cards(report: Report) -> str:
     bound = report.lower_bound_bytes
     measured = report.measured
     served = f"{measured.served:,} served by the arena" if measured else "predicted"
-    cards = [
+    shown = [
         ("peak", peak, f"{ratio} of eager's {eager}"),
         ("above resident", above, f"{above_ratio} of eager's {eager_above}"),
         (
@@ -89,12 +99,19 @@ def _cards(report: Report) -> str:
         ("allocations per step", f"{report.allocations_per_step:,}", served),
         ("copied per step", show_bytes(report.copied_bytes), "reasons below"),
     ]
+    if report.rebuilt_ops:
+        shown.append(("run again per step", show_count(report.rebuilt_ops, "op"), added_time(report)))
+    return cards(shown)
+
+
+def cards(shown: Iterable[tuple[str, str, str]]) -> str:
+    """(name, figure, remark) side by side."""
     return (
         "<div class=cards>"
         + "".join(
-            f"<div class=card><div class=name>{_text(name)}</div><div class=figure>{_text(figure)}</div>"
-            f"<div class=sub>{_text(sub)}</div></div>"
-            for name, figure, sub in cards
+            f"<div class=card><div class=name>{text_of(name)}</div><div class=figure>{text_of(figure)}</div>"
+            f"<div class=sub>{text_of(sub)}</div></div>"
+            for name, figure, sub in shown
         )
         + "</div>"
     )
@@ -103,7 +120,7 @@ def _cards(report: Report) -> str:
 # -- pictures ----------------------------------------------------------------------------------------------------
 
 
-class _Axes:
+class Axes:
     """Maps ops and bytes onto the pixels of one picture; y grows upwards."""
 
     def __init__(self, span: float, top_bytes: int, height: int) -> None:
@@ -155,7 +172,7 @@ def _arena(report: Report) -> str:
     ]
     if not placed:
         return ""
-    axes = _Axes(max(report.ops, max(e.end or 0 for e in placed)), report.arena_bytes, ARENA_HEIGHT)
+    axes = Axes(max(report.ops, max(e.end or 0 for e in placed)), report.arena_bytes, ARENA_HEIGHT)
     seen = [e for e in placed if axes.rows * e.size_bytes / axes.top_bytes >= LEAST_HEIGHT]
     largest = sorted(seen, key=lambda e: -e.size_bytes * ((e.end or 0) - (e.start or 0)))[:MOST_RECTANGLES]
     # A value written onto another lies on top of it from where it starts; scratch on top of all.
@@ -175,7 +192,7 @@ def _arena(report: Report) -> str:
     )
 
 
-def _rectangle(e: Entry, axes: _Axes) -> str:
+def _rectangle(e: Entry, axes: Axes) -> str:
     start, end, offset = e.start or 0, e.end or 0, e.offset_bytes or 0
     x, y = axes.x(start), axes.y(offset + e.size_bytes)
     width, height = axes.x(end) - x, axes.y(offset) - y
@@ -184,7 +201,7 @@ def _rectangle(e: Entry, axes: _Axes) -> str:
     title = f"{e.value}, {show_bytes(e.size_bytes)}, {e.fate.value}: {e.op}{where}, ops {start} to {end}"
     return (
         f'<rect class="{e.fate.value}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" '
-        f'height="{height:.1f}"><title>{_text(title)}</title></rect>'
+        f'height="{height:.1f}"><title>{text_of(title)}</title></rect>'
     )
 
 
@@ -202,7 +219,7 @@ def _curves(report: Report) -> str:
     if not ours or not eager:
         return ""
     top = max(max(ours), max(eager))
-    axes = _Axes(1.0, top, CURVE_HEIGHT)
+    axes = Axes(1.0, top, CURVE_HEIGHT)
     body = ""
     for name, levels in (("eager", eager), ("ours", ours)):
         points = _steps(levels, axes)
@@ -222,7 +239,7 @@ def _curves(report: Report) -> str:
     return f"<p class=legend>{legend}</p>" + axes.picture("bytes alive during the step", body)
 
 
-def _steps(levels: Sequence[int], axes: _Axes) -> str:
+def _steps(levels: Sequence[int], axes: Axes) -> str:
     """A staircase over 0 to 1. Long ones keep the most of each run of ops, so that the peak stays."""
     run = -(-len(levels) // MOST_POINTS)
     kept = [max(levels[i : i + run]) for i in range(0, len(levels), run)]
@@ -236,11 +253,11 @@ def _steps(levels: Sequence[int], axes: _Axes) -> str:
 # -- tables ------------------------------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int]) -> str:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset[int]) -> str:
     """Cells are escaped here, and only here."""
 
     def cell(tag: str, index: int, text: str) -> str:
-        return f"<{tag}{' class=right' if index in right else ''}>{_text(text)}</{tag}>"
+        return f"<{tag}{' class=right' if index in right else ''}>{text_of(text)}</{tag}>"
 
     head = "".join(cell("th", i, text) for i, text in enumerate(header))
     body = "".join("<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows)
@@ -249,22 +266,22 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozense
 
 def _fates(report: Report) -> str:
     rows = [(fate.value, f"{count:,}", show_bytes(size), MEANING[fate]) for fate, count, size in fates(report)]
-    return _table(("fate", "values", "bytes", ""), rows, frozenset({1, 2})) if rows else ""
+    return table(("fate", "values", "bytes", ""), rows, frozenset({1, 2})) if rows else ""
 
 
 def _largest(entries: Sequence[Entry]) -> str:
     rows = [(e.value, e.op, short_line(e.line), e.fate.value, show_bytes(e.size_bytes), e.reason) for e in entries]
-    return _table(("value", "op", "line", "fate", "bytes", "reason"), rows, frozenset({4})) if rows else ""
+    return table(("value", "op", "line", "fate", "bytes", "reason"), rows, frozenset({4})) if rows else ""
 
 
 def _groups(groups: Sequence[Group]) -> str:
     rows = [(f"{g.count:,}", show_bytes(g.size_bytes), g.decision, g.reason, g.example) for g in groups[:MOST_ROWS]]
-    return _table(("count", "bytes", "decision", "reason", "largest"), rows, frozenset({0, 1})) if rows else ""
+    return table(("count", "bytes", "decision", "reason", "largest"), rows, frozenset({0, 1})) if rows else ""
 
 
 def _resident(report: Report) -> str:
     rows = [(role, show_bytes(size)) for role, size in report.resident.items()]
-    return _table(("role", "bytes"), rows, frozenset({1})) if rows else ""
+    return table(("role", "bytes"), rows, frozenset({1})) if rows else ""
 
 
 _STYLE = """
@@ -281,7 +298,7 @@ main{max-width:1180px;margin:0 auto;padding:28px 24px 60px}
 h1{font-size:26px;margin:0;letter-spacing:-.01em}h2{font-size:17px;margin:0 0 6px}
 .sub,section>p,.readout{color:var(--dim);font-size:13px}section>p,.readout{margin:0 0 10px}h1+.sub{margin:2px 0 18px}
 .note{background:var(--card);border-left:3px solid var(--copied);padding:8px 12px;border-radius:4px}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:12px;margin-bottom:16px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:12px;margin-bottom:16px}
 .card,section{background:var(--card);border:1px solid var(--line);border-radius:10px}
 .card{padding:14px 16px}.card .name{font-size:13px;color:var(--dim)}
 .figure{font-size:25px;font-weight:650;letter-spacing:-.02em;font-variant-numeric:tabular-nums}
@@ -296,10 +313,13 @@ rect{stroke:var(--card);stroke-width:.6;stroke-opacity:.7}
 .grid{stroke:var(--grid);stroke-width:1}.peak{stroke:var(--ink);stroke-width:1;stroke-dasharray:4 3;pointer-events:none}
 text{fill:var(--dim);font-size:12px}.y{text-anchor:end;dominant-baseline:middle}
 .curve{fill:none;stroke-width:1.8;stroke-linejoin:round}.curve.ours{stroke:var(--ours)}.curve.eager{stroke:var(--eager)}
+.limit{stroke:var(--eager);stroke-width:1.4;stroke-dasharray:6 4}.limit+text{fill:var(--eager)}
+.dot{fill:var(--ours);stroke:var(--card);stroke-width:1.5}.dot.auto{fill:var(--overwritten)}
+.dot:hover{stroke:var(--ink)}.dot+text{font-size:12px}
 .area{stroke:none}.area.ours{fill:var(--ours);fill-opacity:.16}.area.eager{fill:var(--eager);fill-opacity:.12}
 table{border-collapse:collapse;width:100%;font-size:13.5px}
 th,td{text-align:left;padding:5px 16px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-tbody tr:last-child td{border-bottom:0}
+tbody tr:last-child td{border-bottom:0}td:first-child{white-space:nowrap}
 th{color:var(--dim);font-weight:500}.right{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 """
 

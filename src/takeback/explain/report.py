@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from takeback.capture.program import Buffer, Op, Phase, Program, Role
+from takeback.capture.program import Buffer, Op, Phase, Program, Region, Role
 from takeback.explain.eager import eager_peak
 from takeback.explain.ledger import Entry, Fate, ledger
 from takeback.ownership.curve import alive_bytes
@@ -57,6 +57,7 @@ class Report:
     notes: tuple[str, ...]
     step_s: float = 0.0  #: predicted for this machine, without rebuilding
     added_s: float = 0.0  #: predicted: what rebuilding adds
+    rebuilt_ops: int = 0  #: how many ops are run again
     torch_version: str = torch.__version__
 
     def __str__(self) -> str:
@@ -117,7 +118,11 @@ def build_report(
     alive = layout.alive_bytes + (0 if streamed else layout.arena_bytes - layout.lower_bound_bytes)
     missed = measured.missed_bytes if measured else 0
     # What is returned is copied out when the step is over: by then only these values are alive.
-    last = {layout.slots[r.buffer] for r in (*program.returned, *program.grads.values()) if r.buffer in layout.slots}
+    last = {
+        layout.slots[r.buffer]
+        for r in (*program.returned, *program.grads.values())
+        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
+    }
     alive_at_end = sum(program.buffers[b].size_bytes for b in last)
     at_end = returned + kept_grad_bytes + alive_at_end
     if streamed and not measured:
@@ -152,6 +157,7 @@ def build_report(
         notes=tuple(notes),
         step_s=step_s,
         added_s=added_s,
+        rebuilt_ops=_rebuilt_ops(layout),
     )
 
 
@@ -164,6 +170,20 @@ _STREAMED = (
 def _on_device(buffer: Buffer, program: Program) -> bool:
     tensor = program.externals.get(buffer.id)
     return not buffer.device and (tensor is None or tensor.device.type == program.device_type)
+
+
+def _rebuilt_ops(layout: Layout) -> int:
+    """How many ops of the step are run again. A batch norm counts once: a few small ops prepare its second run."""
+    rebuilt = layout.draft.rebuilt
+    again = [op for op in layout.draft.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
+    prepared = {
+        r.buffer
+        for op in again
+        if op.name.startswith("native_batch_norm")
+        for r in (op.args[1], op.args[4])
+        if isinstance(r, Region)
+    }
+    return sum(not any(r.buffer in prepared for r in op.outputs) for op in again)
 
 
 def _where(op: Op) -> str:

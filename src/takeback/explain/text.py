@@ -52,7 +52,7 @@ def as_text(report: Report) -> str:
         _at_peak(report),
         _groups("Copies", "copied", copy_groups(report)),
         _groups("Refusals", "refused", refusal_groups(report)),
-        [line for note in report.notes for line in _wrapped(clean(note), first="note: ", rest="      ")],
+        [line for note in report.notes for line in wrapped(clean(note), first="note: ", rest="      ")],
     ]
     return "\n\n".join("\n".join(line.rstrip() for line in lines) for lines in sections if lines)
 
@@ -73,6 +73,21 @@ def show_bytes(size_bytes: float) -> str:
 
 def show_ratio(ours: float, theirs: float) -> str:
     return f"{ours / theirs:.2f}x" if theirs else "-"
+
+
+def show_share(share: float) -> str:
+    """`3.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def show_count(count: int, what: str) -> str:
+    """`1 op`, `24 ops`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def added_time(report: Report) -> str:
+    """What rebuilding is predicted to cost, of the step without it."""
+    return f"{show_share(report.added_s / report.step_s)} more time, predicted" if report.step_s else "time not known"
 
 
 def short_line(line: str) -> str:
@@ -194,7 +209,7 @@ def _headline(report: Report) -> list[str]:
         return f"{name:<24}{ours:>14}{eager:>14}{ratio:>10}"
 
     def note(name: str, ours: str, text: str) -> list[str]:
-        return _wrapped(text, first=f"{name:<24}{ours:>14}    ", rest=" " * 42)
+        return wrapped(text, first=f"{name:<24}{ours:>14}    ", rest=" " * 42)
 
     lines = [row("", "takeback", "eager", "ratio")]
     (peak, *peaks), (above, *aboves) = headline(report)
@@ -208,9 +223,11 @@ def _headline(report: Report) -> list[str]:
     )
     lines += note("allocations per step", f"{report.allocations_per_step:,}", _allocations(report))
     lines += note("copied per step", show_bytes(report.copied_bytes), "")
+    if report.rebuilt_ops:
+        lines += note("run again per step", show_count(report.rebuilt_ops, "op"), added_time(report))
     if report.eager_peak_at:
         op, _, line = report.eager_peak_at.partition(" ")
-        lines += _wrapped(f"eager peaks in {_example('', op, line)}; {report.ops:,} ops in the plan", "", "")
+        lines += wrapped(f"eager peaks in {_example('', op, line)}; {report.ops:,} ops in the plan", "", "")
     return lines
 
 
@@ -228,7 +245,7 @@ def _fates(report: Report) -> list[str]:
     rows = fates(report)
     if not rows:
         return []
-    lines = [_title("Fates"), f"{'fate':<12}{'values':>8}{'bytes':>12}"]
+    lines = [heading("Fates"), f"{'fate':<12}{'values':>8}{'bytes':>12}"]
     for fate, count, size in rows:
         lines.append(f"{fate.value:<12}{count:>8,}{show_bytes(size):>12}   {MEANING[fate]}")
     return lines
@@ -241,7 +258,7 @@ def _at_peak(report: Report) -> list[str]:
     shown = owners[:LARGEST]
     rows = [(e.value, e.op, short_line(e.line) or "-", e.fate.value, show_bytes(e.size_bytes)) for e in shown]
     header = ("value", "op", "line", "fate", "bytes")
-    lines = [_title(f"Largest values at the peak (op {peak_position(report)} of {report.ops})")]
+    lines = [heading(f"Largest values at the peak (op {peak_position(report)} of {report.ops})")]
     lines += _columns([header, *rows], most=(12, 23, 16, 11, 10))
     if len(owners) > len(shown):
         rest = sum(e.size_bytes for e in owners[len(shown) :])
@@ -252,12 +269,12 @@ def _at_peak(report: Report) -> list[str]:
 def _groups(title: str, done: str, groups: Sequence[Group]) -> list[str]:
     if not groups:
         return []
-    lines = [_title(title)]
+    lines = [heading(title)]
     for g in groups[:LARGEST]:
         decision = "" if g.decision == "copy" else f"{g.decision}: "
         example = f" ({g.example})" if g.count == 1 else f" (largest: {g.example})"
         first = f"{g.count:>6,} x {show_bytes(g.size_bytes):>11}  "
-        lines += _wrapped(f"{decision}{g.reason}{example}", first, " " * len(first))
+        lines += wrapped(f"{decision}{g.reason}{example}", first, " " * len(first))
     if len(groups) > LARGEST:
         rest = groups[LARGEST:]
         count, size = sum(g.count for g in rest), sum(g.size_bytes for g in rest)
@@ -265,11 +282,11 @@ def _groups(title: str, done: str, groups: Sequence[Group]) -> list[str]:
     return lines
 
 
-def _title(text: str) -> str:
+def heading(text: str) -> str:
     return f"-- {text} ".ljust(WIDTH, "-")
 
 
-def _wrapped(text: str, first: str, rest: str) -> list[str]:
+def wrapped(text: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
         first.rstrip()
     ]

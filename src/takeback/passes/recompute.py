@@ -91,7 +91,7 @@ class Search:
     def __init__(
         self, draft: Draft, seconds: Callable[[Op], float], limit_s: float, progress: Progress | None = None
     ) -> None:
-        self._draft = draft
+        self.draft = draft
         self._say = progress or (lambda text: None)
         self._deadline = time.monotonic() + limit_s
         self._menu = Menu(draft, seconds)
@@ -147,4 +147,4 @@ class Search:
     def _point(self, solution: Solution) -> Point:
         """What the solution really comes to: the model counts an overwriting less here and there."""
         choice = self._menu.choice(solution.ones)
-        return Point(choice, planned_peak(apply(self._draft, choice)), solution.seconds)
+        return Point(choice, planned_peak(apply(self.draft, choice)), solution.seconds)
