@@ -22,22 +22,21 @@ from takeback.passes.menu import Menu
 from takeback.passes.overwrite import overwrite
 from takeback.passes.solve import Solution, Solver
 
-_GROUPS = 2  #: copies of a repeated block are decided on in so many groups
+_GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
-_LAST_PERCENT = 0.01  #: of the peak without rebuilding: the last so much of the way to the lowest peak costs the most
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Lowest:
-    """The lowest peak there is, within a percent of that without rebuilding; then the least cost for it."""
+    """The lowest peak worth its cost (solve.py says what is)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The lowest peak for no more than this share of the step's time; then the least cost for it."""
+    """The same for no more than this share of the step's time."""
 
     share: float
 
@@ -97,28 +96,27 @@ class Search:
         self._menu = Menu(draft, seconds)
         self.step_s = sum(map(seconds, draft.program.ops))
         self.keep = Point(Choice(), planned_peak(draft), 0.0)
-        self._solver = Solver(self._menu, step_seconds=self.step_s, groups=_GROUPS) if self._menu.rebuild else None
+        self._solver = self._solver_of(_GROUPS) if self._menu.rebuild else None
 
     def lowest(self, share: float | None = None) -> Point:
         """The lowest peak, for no more than a share of the step's time if one is given."""
-        solver, now = self._solver, time.monotonic()
-        if solver is None or self._deadline <= now:
+        solver = self._solver
+        if solver is None:
             return self.keep
         self._say("looking for the lowest peak")
         most = float("inf") if share is None else share * self.step_s
-        left = self._deadline - now
-        found = solver.lowest_peak(most, deadline=now + 0.6 * left)
+        # What is decided alike for all copies of a block is found soon, and a start for the rest.
+        now = time.monotonic()
+        alike = self._solver_of(1).lowest_peak(most, deadline=now + 0.4 * (self._deadline - now))
+        now = time.monotonic()
+        found = solver.lowest_peak(most, deadline=now + 0.5 * (self._deadline - now), start=alike) or alike
         if found is None:
             return self.keep
-        self._say(f"lowest peak {found.peak_bytes / 2**20:.1f} MiB; looking for the cheapest way to it")
-        slack = _LAST_PERCENT if share is None else 0.0
-        near = found.peak_bytes + int(slack * self.keep.peak_bytes)
-        cheaper = solver.lowest_cost(near, deadline=self._deadline, start=found)
-        points = [self._point(s) for s in (found, cheaper) if s is not None]
-        if share is not None:
-            points = [p for p in points if p.added_s <= most * (1 + 1e-6)]
-        best = min(points, key=lambda p: (p.added_s, p.peak_bytes), default=self.keep)
-        return best if best.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
+        point = self._point(found)
+        return point if point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
+
+    def _solver_of(self, groups: int) -> Solver:
+        return Solver(self._menu, step_seconds=self.step_s, groups=groups)
 
     def frontier(self) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The

@@ -15,9 +15,10 @@ import numpy as np
 
 from takeback.passes.menu import Menu, Row
 
-_PEAK_GAP = 0.005  #: of the peak without rebuilding: a solution this near to the best is taken
+_PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 _COST_GAP = 0.004  #: of the step's time
-_STALL_NODES = 100  #: a search that finds nothing better for so long is over
+_WORTH = 0.25  #: a percent of the step's time must buy this much of a percent of the peak
+_STALL_NODES = 50  #: a search that finds nothing better for so long is over
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Solver:
         self._rows.append((row, -highspy.kHighsInf, -moment.fixed_bytes / self._scale))
 
     def lowest_peak(self, most_seconds: float, *, deadline: float, start: Solution | None = None) -> Solution | None:
-        """The lowest peak that costs no more than `most_seconds`."""
+        """The lowest peak worth its cost, for no more than `most_seconds`."""
         return self._solve(most_seconds, None, deadline, start)
 
     def lowest_cost(self, peak_bytes: int, *, deadline: float, start: Solution | None = None) -> Solution | None:
@@ -105,7 +106,7 @@ class Solver:
         objective, gap = self._cost, _COST_GAP
         highest = highspy.kHighsInf if peak_bytes is None else peak_bytes / self._scale
         if peak_bytes is None:
-            objective, gap = self._cost * 1e-3, _PEAK_GAP
+            objective, gap = self._cost * _WORTH, _PEAK_GAP
             objective[n] = 1.0
             if most_seconds is not None and most_seconds < highspy.kHighsInf:
                 costs = {int(i): float(self._cost[i]) for i in np.flatnonzero(self._cost)}
