@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ from takeback.explain.ledger import Fate
 from takeback.run.eager import eager_step
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny tensors: waking worker threads would take most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -58,7 +68,7 @@ def _deep(depth: int = 6, width: int = 32) -> tuple[nn.Module, Any, torch.Tensor
 
 def _compiled(memory: str) -> tuple[tb.CompiledStep, nn.Module, list[torch.Tensor]]:
     model, loss_fn, x = _deep()
-    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
+    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory, solve_s=1.5)
     losses = []
     for i in range(4):
         torch.manual_seed(i)
@@ -98,7 +108,7 @@ def test_random_ops_are_run_once_however_much_is_rebuilt() -> None:
 def test_recompute_never_raises_the_planned_peak(name: str) -> None:
     case = zoo.case(name)
     peaks = {
-        memory: tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory=memory).peak_bytes
+        memory: tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory=memory, solve_s=1.5).peak_bytes
         for memory in ("keep", "auto", "min")
     }
     assert peaks["min"] <= peaks["auto"] <= peaks["keep"]
@@ -107,7 +117,7 @@ def test_recompute_never_raises_the_planned_peak(name: str) -> None:
 
 def test_running_statistics_are_updated_once_where_a_batch_norm_is_rebuilt() -> None:
     case, twin = zoo.case("resnet"), zoo.case("resnet")
-    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="min")
+    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="min", solve_s=1.5)
     for _ in range(4):
         step(*case.batch)
         eager_step(twin.model, twin.loss_fn, twin.optimizer, twin.batch)
