@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -135,7 +136,15 @@ def checkpointed(case: zoo.Case) -> Step:
 
 
 def inductor(case: zoo.Case, budget: float) -> Step:
-    loss_fn = torch.compile(case.loss_fn)
+    # A code object of its own for every budget: Dynamo keeps what it compiled by code object, and a model of the same
+    # shapes would be given the graphs of the budget before.
+    plain = case.loss_fn
+    own = types.FunctionType(
+        plain.__code__.replace(co_name=f"loss_at_{budget:g}".replace(".", "_")),
+        plain.__globals__,
+        closure=plain.__closure__,
+    )
+    loss_fn = torch.compile(own)
 
     def step() -> torch.Tensor:
         with functorch_config.patch(activation_memory_budget=budget):

@@ -20,10 +20,13 @@ from takeback.capture.twin import disproof
 from takeback.capture.update import own_step_reason
 from takeback.errors import MemoryTargetError, OptionError
 from takeback.explain.eager import eager_peak
+from takeback.explain.report import resident_by_role, transient_bytes
 from takeback.options import Options, cache_dir, memory_target
 from takeback.passes import Draft, passes_for, run_passes
+from takeback.passes.choice import apply
 from takeback.passes.cost import seconds
-from takeback.passes.recompute import Below, Goal, Lowest, Progress, Search, Within
+from takeback.passes.overwrite import overwrite
+from takeback.passes.recompute import Goal, Lowest, Progress, Search, Within
 from takeback.run.calibrate import rates
 from takeback.run.layout import Layout, lay_out
 from takeback.run.replay import undo_bytes
@@ -32,8 +35,6 @@ from takeback.run.stream import settle
 #: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
 #: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
 AUTO_SHARE = {"cpu": 0.05, "cuda": 0.02}
-
-_TRIES = 4  #: layouts tried where fragmentation lifts one above its target
 
 
 @dataclass(frozen=True)
@@ -62,25 +63,34 @@ def plan_within(
     if options.memory in ("auto", "min"):
         goal = Lowest() if options.memory == "min" else Within(AUTO_SHARE.get(program.device_type, 0.0))
         return _planned(draft, goal, cost, options, streams, progress)
-    outside = resident_bytes(program) + undo_bytes(program)
+    return _below(draft, cost, options, streams, progress)
+
+
+def _below(
+    draft: Draft, cost: Callable[[Op], float], options: Options, streams: bool, progress: Progress | None
+) -> Planned:
+    """The cheapest point of the frontier whose layout, as placed, keeps the target."""
+    program = draft.program
+    resident = resident_bytes(program)
+    outside = resident + undo_bytes(program)
     wanted = memory_target(options.memory)
     if isinstance(wanted, float):
-        wanted = resident_bytes(program) + int(wanted * eager_peak(program).transient_bytes)
-    lowest: int | None = None
-    target = wanted - outside
-    for _ in range(_TRIES):
-        try:
-            planned = _planned(draft, Below(target), cost, options, streams, progress)
-        except MemoryTargetError as error:
-            reached = lowest if lowest is not None else outside + error.lowest_bytes
-            raise MemoryTargetError(wanted, reached, _impossible(options.memory, wanted, reached, outside)) from None
-        placed = planned.layout.alive_bytes + planned.layout.arena_bytes - planned.layout.lower_bound_bytes
-        if outside + placed <= wanted:
-            return planned
-        lowest = outside + placed if lowest is None else min(lowest, outside + placed)
-        target -= outside + placed - wanted
-    assert lowest is not None
-    raise MemoryTargetError(wanted, lowest, _impossible(options.memory, wanted, lowest, outside))
+        wanted = resident + int(wanted * eager_peak(program).transient_bytes)
+    kept_grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
+    search = search_for(program, draft.kept, options, progress)
+    room = wanted - outside
+    # Placing may lift a point above the target; then the next lower one is tried, at last the lowest of all.
+    points = search.frontier() if search.keep.peak_bytes > room else (search.keep,)
+    lowest = min(points, key=lambda p: p.peak_bytes)
+    reached: list[int] = []
+    for point in [p for p in points if p.peak_bytes <= room] or [lowest]:
+        placed = overwrite(apply(search.draft, point.choice))
+        layout = lay_out(settle(placed) if streams else placed)
+        reached.append(outside + transient_bytes(layout, kept_grads, streamed=streams))
+        if reached[-1] <= wanted:
+            return _account(draft, layout, cost)
+    text = _impossible(options, wanted, min(reached), outside, cut_short=search.cut_short)
+    raise MemoryTargetError(wanted, min(reached), text)
 
 
 def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
@@ -100,7 +110,7 @@ def search_for(program: Program, kept: frozenset[BufferId], options: Options, pr
 
 
 def resident_bytes(program: Program) -> int:
-    return sum(b.size_bytes for b in program.buffers.values() if b.role.borrowed)
+    return sum(resident_by_role(program).values())
 
 
 def cost_of(program: Program) -> Callable[[Op], float]:
@@ -120,17 +130,21 @@ def _planned(
     early = options.update == "early"
     passes = passes_for(goal, early=early, seconds=cost, limit_s=options.solve_s, progress=progress)
     done = run_passes(draft, passes)
-    layout = lay_out(settle(done) if streams else done)
+    return _account(draft, lay_out(settle(done) if streams else done), cost)
+
+
+def _account(draft: Draft, layout: Layout, cost: Callable[[Op], float]) -> Planned:
     rebuilt = layout.draft.rebuilt
     added = [op for op in layout.draft.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
     return Planned(layout, sum(map(cost, draft.program.ops)), sum(map(cost, added)))
 
 
-def _impossible(memory: str, wanted: int, lowest: int, outside: int) -> str:
+def _impossible(options: Options, wanted: int, lowest: int, outside: int, *, cut_short: bool) -> str:
+    more = f" The search was cut short: a larger solve_s than {options.solve_s:g} may find a lower one." * cut_short
     return (
-        f"memory={memory!r} is {_mib(wanted)} for this step, and the lowest peak that rebuilding reaches is "
+        f"memory={options.memory!r} is {_mib(wanted)} for this step, and the lowest peak that rebuilding reaches is "
         f"{_mib(lowest)}, of which {_mib(outside)} are alive between steps anyway (parameters, optimizer state, "
-        f"batch). Ask for memory='min', take a smaller batch, or see `takeback explain --frontier`."
+        f"batch).{more} Ask for memory='min', take a smaller batch, or see `takeback explain --frontier`."
     )
 
 

@@ -84,8 +84,8 @@ def memory_target(memory: str) -> float | int:
     if not text.lower().endswith("x"):
         return parse_bytes(text)
     share = float(text[:-1])
-    if share <= 0:
-        raise OptionError(f"memory={memory!r} leaves nothing: a part of eager's peak is more than 0")
+    if not 0 < share < float("inf"):
+        raise OptionError(f"memory={memory!r} is no part of eager's peak: it must be more than 0, and finite")
     return share
 
 
@@ -125,6 +125,7 @@ _UNITS = {
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
+    "tb": 10**12,
 }
 
 
@@ -133,6 +134,6 @@ def parse_bytes(size: str | int) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
-    if match is None or match[2].lower() not in _UNITS or float(match[1]) <= 0:
+    if match is None or match[2].lower() not in _UNITS or not 0 < float(match[1]) < 2**63:
         raise OptionError(f"a size such as '24GiB', '512MiB' or a number of bytes is needed, got {size!r}")
     return int(float(match[1]) * _UNITS[match[2].lower()])

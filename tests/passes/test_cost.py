@@ -93,7 +93,6 @@ def test_fused_attention_is_two_products_and_five_in_the_backward(causal: bool) 
     assert counted(program, name + "_backward") == [5 * product // (2 if causal else 1)]
 
 
-@pytest.mark.xfail(strict=True, reason="cost._attention: `True in op.args` takes compute_log_sumexp for is_causal")
 def test_attention_that_keeps_its_log_sums_is_not_taken_for_a_causal_one() -> None:
     q = region(2, 3, 16, 8)
     full = op(

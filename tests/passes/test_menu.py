@@ -72,7 +72,6 @@ def test_random_choices_for_a_zoo_model_are_legal_and_as_low_as_the_menu_says(na
     assert excess(recorded(case.model, case.loss_fn, *case.batch), 4, legal=1) <= 0
 
 
-@pytest.mark.xfail(strict=True, reason="an operand to be overwritten by a unit's last op is not counted before that")
 def test_random_choices_for_the_zoo_gpt_are_legal_and_as_low_as_the_menu_says() -> None:
     case = zoo.case("gpt")
     assert excess(recorded(case.model, case.loss_fn, *case.batch), 60, legal=1) <= 0
@@ -92,7 +91,6 @@ def test_random_choices_for_a_random_program_are_legal(recipe: Recipe, rng: rand
         assert len(drawn) == sum(op.target is aten.rand_like.default for op in draft.program.ops)
 
 
-@pytest.mark.xfail(strict=True, reason="the menu is too low here and there: see the tests below")
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
 def test_random_choices_for_a_random_program_are_as_low_as_the_menu_says(recipe: Recipe) -> None:
@@ -112,7 +110,6 @@ def _forward_and_back(w: Writer, kept: Region, *, gap: int = 8) -> Program:
     return w.program(grad)
 
 
-@pytest.mark.xfail(strict=True, reason="menu.rebuild_row: only one operand can be overwritten")
 def test_unit_that_overwrites_one_of_two_dying_operands_counts_the_other() -> None:
     """sum = add(gelu(x), gelu(y)), where x and y are rebuilt as well: one of the two operands is there beside sum."""
     w = Writer()
@@ -134,7 +131,6 @@ def test_unit_that_overwrites_one_of_two_dying_operands_counts_the_other() -> No
     assert level >= 2 * 4096
 
 
-@pytest.mark.xfail(strict=True, reason="menu.op_rows: an op that overwrote its operand cannot where that is carried on")
 def test_op_whose_operand_is_carried_on_has_bytes_of_its_own() -> None:
     """v dies at its reader, which takes its bytes. Carried further, to rebuild something from it, it does not."""
     w = Writer()

@@ -18,7 +18,7 @@ from takeback.passes.choice import apply
 from takeback.passes.menu import Menu
 from takeback.passes.overwrite import overwrite
 from takeback.passes.recompute import Search, planned_peak
-from takeback.passes.solve import _COST_GAP, _PEAK_GAP, Solver
+from takeback.passes.solve import _COST_GAP, _PEAK_GAP, WORTH, Solver
 from takeback.run.layout import lay_out
 
 UNTIED = 1 << 20
@@ -60,16 +60,19 @@ quick = settings(
 @given(recipes)
 def test_lowest_peak_is_that_of_brute_force(recipe: Recipe) -> None:
     menu = small_menu(recipe)
-    best = min(height(menu, ones) for ones in every_choice(menu))
+    top, ops = max(menu.curve), len(menu.program.ops)
+
+    def worth(ones: frozenset[int]) -> float:
+        return height(menu, ones) / top + WORTH * price(menu, ones) / ops
+
+    best = min(map(worth, every_choice(menu)))
     found = solver_of(menu).lowest_peak(float("inf"), deadline=soon())
     assert found is not None
     assert is_consistent(menu, found.ones)
     assert found.peak_bytes == height(menu, found.ones)
     assert found.seconds == pytest.approx(price(menu, found.ones))
     if found.proved:
-        # The cost has a thousandth's say in it: of two peaks that near, the cheaper may be taken.
-        slack = _PEAK_GAP + 1e-3 * price(menu, frozenset(range(menu.unknowns))) / len(menu.program.ops)
-        assert best <= found.peak_bytes <= best + slack * max(menu.curve) + 1
+        assert best - 1e-6 <= worth(found.ones) <= best + _PEAK_GAP + 1e-6
 
 
 @quick

@@ -98,33 +98,19 @@ def build_report(
     """`original` is the recorded program before the passes; it says what eager would hold. `streamed`: the device's own
     allocator places, so there is no arena and nothing is lost between tensors."""
     program = layout.draft.program
-    resident = {role.value: 0 for role in Role if role.borrowed}
-    for buffer in program.buffers.values():
-        if buffer.role.borrowed and _on_device(buffer, program):
-            resident[buffer.role.value] += buffer.size_bytes
+    resident = resident_by_role(program)
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
-    returned = sum(r.numel * r.dtype.itemsize for r in program.returned)
     if streamed:
-        returned = kept_grad_bytes = 0  # handed to the caller as they are
+        kept_grad_bytes = 0  # handed to the caller as they are
     copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + kept_grad_bytes
     passes = sum(e.fate is Fate.PASSED for e in entries)
     fresh = 0 if streamed else len(program.returned)
     outside = measured.misses + measured.passed + measured.worker_new if measured else passes
     if measured:
         copied += measured.landed_bytes
-    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
-    alive = layout.alive_bytes + (0 if streamed else layout.arena_bytes - layout.lower_bound_bytes)
     missed = measured.missed_bytes if measured else 0
-    # What is returned is copied out when the step is over: by then only these values are alive.
-    last = {
-        layout.slots[r.buffer]
-        for r in (*program.returned, *program.grads.values())
-        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
-    }
-    alive_at_end = sum(program.buffers[b].size_bytes for b in last)
-    at_end = returned + kept_grad_bytes + alive_at_end
     if streamed and not measured:
         outside = len(set(layout.slots.values()))
     if not placed and not streamed:
@@ -138,7 +124,7 @@ def build_report(
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + undo_bytes + max(alive + missed, at_end),
+        peak_bytes=total + undo_bytes + transient_bytes(layout, kept_grad_bytes, streamed=streamed, missed=missed),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.alive_bytes if streamed else layout.lower_bound_bytes,
@@ -159,6 +145,33 @@ def build_report(
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
     )
+
+
+def resident_by_role(program: Program) -> dict[str, int]:
+    """The bytes on the step's device that are alive between steps, by whose they are."""
+    resident = {role.value: 0 for role in Role if role.borrowed}
+    for buffer in program.buffers.values():
+        if buffer.role.borrowed and _on_device(buffer, program):
+            resident[buffer.role.value] += buffer.size_bytes
+    return resident
+
+
+def transient_bytes(layout: Layout, kept_grad_bytes: int, *, streamed: bool = False, missed: int = 0) -> int:
+    """The most bytes that a step takes above what is resident and what it saves to be taken back."""
+    if streamed:
+        return layout.alive_bytes + missed
+    program = layout.draft.program
+    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
+    alive = layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
+    # What is returned is copied out when the step is over: by then only these values are alive.
+    last = {
+        layout.slots[r.buffer]
+        for r in (*program.returned, *program.grads.values())
+        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
+    }
+    returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
+    at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
+    return max(alive + missed, at_end)
 
 
 _STREAMED = (

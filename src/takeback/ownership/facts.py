@@ -20,6 +20,7 @@ EMPTY = frozenset(
         aten.empty.memory_format,
         aten.empty_like.default,
         aten.empty_strided.default,
+        aten.empty_permuted.default,
         aten.new_empty.default,
         aten.new_empty_strided.default,
     )

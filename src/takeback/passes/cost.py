@@ -102,7 +102,14 @@ def _attention(op: Op) -> int:
     batch, heads, rows, width = query
     product = 2 * batch * heads * rows * key[2]
     total = product * (3 * width + 2 * value[3]) if backward else product * (width + value[3])
-    return int(total // 2 if True in op.args else total)
+    return int(total // 2 if _causal(op) else total)
+
+
+def _causal(op: Op) -> bool:
+    assert not isinstance(op.target, Special)
+    names = [a.name for a in op.target._schema.arguments]
+    place = names.index("is_causal")
+    return bool(op.args[place] if len(op.args) > place else op.kwargs.get("is_causal", False))
 
 
 def _bytes(region: Region) -> int:

@@ -16,7 +16,7 @@ of unknowns remain, all 0 or 1: is a value carried into a stop; is a unit run ag
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from takeback.capture.program import BufferId, Op, Region
@@ -25,7 +25,7 @@ from takeback.ownership.facts import geometry_refusal, overwritable_operands
 from takeback.ownership.lifetimes import lifetimes
 from takeback.passes.again import gives, may_run_again, reads, stand_in
 from takeback.passes.choice import Choice, Rebuild, fixed_buffers
-from takeback.passes.draft import Draft, slot_of
+from takeback.passes.draft import Draft, Overwrites, slot_of
 from takeback.passes.overwrite import overwrite
 from takeback.passes.repeats import Place, repeats
 
@@ -88,6 +88,10 @@ class Menu:
         self.curve = alive_bytes(program, slots, draft.kept)
         self._alive = lifetimes(program, draft.kept)
         self._fixed = fixed_buffers(draft)
+        self._taken: dict[int, set[BufferId]] = {}  # by op: the operand that its result overwrites
+        for placement in placed.placements.values():
+            if isinstance(placement, Overwrites):
+                self._taken.setdefault(placement.op, set()).add(placement.buffer)
         self._written: dict[BufferId, list[int]] = {}
         self._uses: dict[BufferId, list[int]] = {}
         maker: dict[BufferId, int] = {}
@@ -183,7 +187,7 @@ class Menu:
                 for b in held
                 if not any(b == r.buffer for j in ops[k + 1 :] for r in reads(program.ops[j], self._device))
             ]
-            taken = sum(held[b] for b in dying if self._overwrites(i, b))
+            taken = held[overwritten] if (overwritten := self._overwritten(i, dying)) is not None else 0
             new = {r.buffer: program.buffers[r.buffer].size_bytes for r in gives(op, self._device)}
             level += sum(new.values()) - taken
             most = max(most, level - result)
@@ -193,15 +197,17 @@ class Menu:
                 held |= new
         return max(most, 0)
 
-    def _overwrites(self, position: int, buffer: BufferId) -> bool:
-        """True if the op's result may take the bytes of `buffer`, should that die there."""
+    def _overwritten(self, position: int, dying: Collection[BufferId]) -> BufferId | None:
+        """The first operand among those dying whose bytes the op's result may take: one is all it takes."""
         op = self.program.ops[position]
         result = op.results[0] if op.results else None
         for index in overwritable_operands(op):
             operand = op.args[index]
-            if isinstance(operand, Region) and isinstance(result, Region) and operand.buffer == buffer:
-                return geometry_refusal(op, result, operand, self.program.buffers) is None
-        return False
+            if not isinstance(operand, Region) or not isinstance(result, Region) or operand.buffer not in dying:
+                continue
+            if geometry_refusal(op, result, operand, self.program.buffers) is None:
+                return operand.buffer
+        return None
 
     def _chains(self) -> dict[int, list[int]]:
         """By stop: the units that may be run again there, in order."""
@@ -318,6 +324,12 @@ class Menu:
                     fixed[at] += value.size_bytes
                 else:
                     terms[at].append((unknown, value.size_bytes))
+        for value in self.values.values():
+            death = value.episodes[-1][1]
+            after = next((stop for stop in value.stops if stop > death), None)
+            if after is not None and value.buffer in self._taken.get(death, ()):
+                # A result has taken these bytes; where the value is carried on, it needs bytes of its own.
+                terms[death].append((self.carry[value.buffer, after], value.size_bytes))
         return [Row(f, tuple(t)) for f, t in zip(fixed, terms, strict=True)]
 
     def _presence(self, value: Value) -> Iterator[tuple[int, int | None]]:
@@ -382,7 +394,8 @@ class Menu:
             last = max((i for i, other in enumerate(chain) if value.buffer in self.units[other].reads), default=-1)
             wanted = value.starts_at(stop) or step < last or step == made
             if step == last and not wanted:
-                wanted = not self._overwrites(unit.ops[-1], value.buffer)
+                # While earlier ops of the unit run it is there in any case; and of several only one is overwritten.
+                wanted = len(unit.ops) > 1 or self._overwritten(unit.ops[-1], self.values.keys()) != value.buffer
             if wanted:
                 terms.append((into, value.size_bytes))
                 if step >= made:

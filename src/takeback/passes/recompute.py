@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from takeback.capture.program import Op
-from takeback.errors import MemoryTargetError
 from takeback.ownership.curve import alive_bytes
 from takeback.passes.choice import Choice, apply
 from takeback.passes.draft import Draft, slot_of
 from takeback.passes.menu import Menu
 from takeback.passes.overwrite import overwrite
-from takeback.passes.solve import Solution, Solver
+from takeback.passes.solve import WORTH, Solution, Solver
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
@@ -41,14 +40,7 @@ class Within:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
-class Below:
-    """The least cost with which the peak is no more than so many bytes."""
-
-    peak_bytes: int
-
-
-Goal = Lowest | Within | Below
+Goal = Lowest | Within
 
 
 @dataclass(frozen=True)
@@ -63,18 +55,9 @@ class Point:
 def recompute(
     draft: Draft, *, goal: Goal, seconds: Callable[[Op], float], limit_s: float, progress: Progress | None = None
 ) -> Draft:
-    """The draft with the choice for `goal` made. Raises `MemoryTargetError` if the peak cannot be so low."""
+    """The draft with the choice for `goal` made."""
     search = Search(draft, seconds, limit_s, progress)
-    if isinstance(goal, Below):
-        points = search.frontier() if goal.peak_bytes < search.keep.peak_bytes else (search.keep,)
-        fitting = [p for p in points if p.peak_bytes <= goal.peak_bytes]
-        if not fitting:
-            raise MemoryTargetError(goal.peak_bytes, min(p.peak_bytes for p in points))
-        chosen = min(fitting, key=lambda p: (p.added_s, p.peak_bytes))
-    else:
-        share = goal.share if isinstance(goal, Within) else None
-        chosen = search.lowest(share)
-    return apply(draft, chosen.choice)
+    return apply(draft, search.lowest(goal.share if isinstance(goal, Within) else None).choice)
 
 
 def planned_peak(draft: Draft) -> int:
@@ -96,12 +79,14 @@ class Search:
         self._menu = Menu(draft, seconds)
         self.step_s = sum(map(seconds, draft.program.ops))
         self.keep = Point(Choice(), planned_peak(draft), 0.0)
+        self.cut_short = False  #: the time limit ended a search that might have found something lower
         self._solver = self._solver_of(_GROUPS) if self._menu.rebuild else None
 
     def lowest(self, share: float | None = None) -> Point:
         """The lowest peak, for no more than a share of the step's time if one is given."""
         solver = self._solver
-        if solver is None:
+        if solver is None or time.monotonic() >= self._deadline:
+            self.cut_short = solver is not None
             return self.keep
         self._say("looking for the lowest peak")
         most = float("inf") if share is None else share * self.step_s
@@ -109,11 +94,15 @@ class Search:
         now = time.monotonic()
         alike = self._solver_of(1).lowest_peak(most, deadline=now + 0.4 * (self._deadline - now))
         now = time.monotonic()
-        found = solver.lowest_peak(most, deadline=now + 0.5 * (self._deadline - now), start=alike) or alike
-        if found is None:
-            return self.keep
-        point = self._point(found)
-        return point if point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
+        each = solver.lowest_peak(most, deadline=now + 0.5 * (self._deadline - now), start=alike)
+        self.cut_short = self.cut_short or each is None or not each.proved
+        points = [self._point(s) for s in (alike, each) if s is not None]
+        best = min(points, key=self._worth, default=self.keep)
+        return best if best.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
+
+    def _worth(self, point: Point) -> tuple[float, int]:
+        """What the solver minimises, with the peak that a choice really comes to."""
+        return point.peak_bytes / self.keep.peak_bytes + WORTH * point.added_s / self.step_s, point.peak_bytes
 
     def _solver_of(self, groups: int) -> Solver:
         return Solver(self._menu, step_seconds=self.step_s, groups=groups)

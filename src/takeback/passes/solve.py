@@ -17,7 +17,7 @@ from takeback.passes.menu import Menu, Row
 
 _PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 _COST_GAP = 0.004  #: of the step's time
-_WORTH = 0.25  #: a percent of the step's time must buy this much of a percent of the peak
+WORTH = 0.25  #: a percent of the step's time must buy this much of a percent of the peak
 _STALL_NODES = 50  #: a search that finds nothing better for so long is over
 
 
@@ -106,7 +106,7 @@ class Solver:
         objective, gap = self._cost, _COST_GAP
         highest = highspy.kHighsInf if peak_bytes is None else peak_bytes / self._scale
         if peak_bytes is None:
-            objective, gap = self._cost * _WORTH, _PEAK_GAP
+            objective, gap = self._cost * WORTH, _PEAK_GAP
             objective[n] = 1.0
             if most_seconds is not None and most_seconds < highspy.kHighsInf:
                 costs = {int(i): float(self._cost[i]) for i in np.flatnonzero(self._cost)}

@@ -25,10 +25,14 @@ _OPS = 300
 _TURNS = 12
 
 
-@functools.cache
 def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
     """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
-    path = cache / f"rates-{_machine(device)}.json"
+    return _rates(device, dtypes, cache, torch.get_num_threads())
+
+
+@functools.cache
+def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Path, threads: int) -> Rates:
+    path = cache / f"rates-{_machine(device, threads)}.json"
     known = _read(path)
     wanted = {_name(d): d for d in sorted((torch.float32, *dtypes), key=str) if d.is_floating_point}
     missing = [d for name, d in wanted.items() if known is None or name not in known.flops_per_s]
@@ -42,7 +46,7 @@ def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
 def measure(device: str, dtypes: Iterable[torch.dtype], known: Rates | None = None) -> Rates:
     """Runs the experiments. What is `known` is not measured again."""
     tried: dict[str, Experiment] = {}
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(device, enabled=False):
         if known is None:
             tried |= _general(device)
         tried |= {_name(dtype): _product(device, dtype) for dtype in dtypes}
@@ -124,10 +128,10 @@ def _best(tried: Mapping[str, Experiment], device: str) -> dict[str, float]:
     return best
 
 
-def _machine(device: str) -> str:
+def _machine(device: str, threads: int) -> str:
     """What the rates hold for."""
     what = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}-{_processor()}"
-    text = f"{device}-{what}-{torch.get_num_threads()}-{torch.__version__}-{_VERSION}"
+    text = f"{device}-{what}-{threads}-{torch.__version__}-{_VERSION}"
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
@@ -149,8 +153,11 @@ def _name(dtype: torch.dtype) -> str:
 def _read(path: Path) -> Rates | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return Rates(**data) if set(data) == {f.name for f in dataclasses.fields(Rates)} else None
-    except (OSError, ValueError, TypeError):
+        found = Rates(**data)
+        numbers = [v for k, v in data.items() if k != "flops_per_s"] + list(found.flops_per_s.values())
+        usable = all(isinstance(n, float) and 0 < n < float("inf") for n in numbers)
+        return found if usable and len(data) == len(dataclasses.fields(Rates)) else None
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
