@@ -2,11 +2,12 @@
 
     python benchmarks/frontier.py [--cases gpt resnet hf-gpt2 hf-vit] [--rounds 10] [--device cuda] [--out FILE]
 
-The gpt and resnet of benchmarks/cpu.py and two models of transformers; on a GPU larger batches of the same. All systems
-of a case run in one process, one step each per round in a shuffled order; a ratio is the median over the rounds of a
-system's time over eager's in the same round. Peaks are bytes of tensors above what is alive between steps. takeback is
-also asked for the peak that torch.compile reached at each of its budgets, less one percent; `added` is the time over
-that of the same system without any rebuilding (takeback "keep", torch.compile at budget 1, eager).
+The gpt and resnet of benchmarks/cpu.py and two models of transformers; on a GPU larger batches of the same. Every
+system is measured beside eager in a process of their own: a few steps of each in turn, the first of which does not
+count. A ratio is the median over the rounds of the system's time over eager's in the same round; "eager" against itself
+shows the spread. Peaks are bytes of tensors above what is alive between steps. takeback is also asked for the peak that
+torch.compile reached at each of its budgets, less one percent; `added` is the time over that of the same system
+without any rebuilding (takeback "keep", torch.compile at budget 1, eager).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import json
 import platform
 import random
 import statistics
+import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -41,7 +42,8 @@ from takeback.run.eager import eager_step
 
 MIB = 1 << 20
 BUDGETS = (1.0, 0.75, 0.5, 0.25)
-WARM = 4  # rounds that compile, record, compare with eager and rehearse
+WARM = 4  # steps that compile, record, compare with eager and rehearse
+BURST = 3  # steps in a row; the first is not timed
 Step = Callable[[], torch.Tensor]
 
 
@@ -136,15 +138,7 @@ def checkpointed(case: zoo.Case) -> Step:
 
 
 def inductor(case: zoo.Case, budget: float) -> Step:
-    # A code object of its own for every budget: Dynamo keeps what it compiled by code object, and a model of the same
-    # shapes would be given the graphs of the budget before.
-    plain = case.loss_fn
-    own = types.FunctionType(
-        plain.__code__.replace(co_name=f"loss_at_{budget:g}".replace(".", "_")),
-        plain.__globals__,
-        closure=plain.__closure__,
-    )
-    loss_fn = torch.compile(own)
+    loss_fn = torch.compile(case.loss_fn)
 
     def step() -> torch.Tensor:
         with functorch_config.patch(activation_memory_budget=budget):
@@ -187,106 +181,124 @@ def peak_of(step: Step, device: str) -> int:
     return most
 
 
-class Bench:
-    """One case: its systems, their times and peaks."""
+@dataclass(frozen=True)
+class Result:
+    """One system beside eager, in a process of their own."""
 
-    def __init__(self, name: str, device: str, progress: Progress, rounds: int) -> None:
-        self.name, self.device, self.rounds = name, device, rounds
-        self.cases: dict[str, zoo.Case] = {}
-        self.steps: dict[str, Step] = {}
-        self.ours: dict[str, tb.CompiledStep] = {}
-        self.peaks: dict[str, int] = {}
-        self.times: dict[str, list[float]] = {}
-        self.task = progress.add_task(name, total=None)
-        self.progress = progress
+    ratio: float
+    median_s: float
+    peak_bytes: int
+    eager_peak_bytes: int
+    resident_bytes: int
+    equal: bool
+    predicted_added: float | None
 
-    def add(self, system: str, make: Callable[[zoo.Case], Step]) -> None:
-        """Builds a system, warms it up and takes its peak."""
-        self.progress.update(self.task, description=f"{self.name}: {system}")
-        case = self.cases[system] = build(self.name, self.device)
-        step = make(case)
-        for r in range(WARM):
+
+def worker(name: str, device: str, system: str, rounds: int) -> Result:
+    """Measures `system` and eager, a few steps of each in turn."""
+    plain, case = build(name, device), build(name, device)
+    ours: tb.CompiledStep | None = None
+    kind, _, setting = system.partition(" ")
+    if kind == "eager":
+        step = eager(case)
+    elif kind == "checkpoint":
+        step = checkpointed(case)
+    elif kind == "compile":
+        step = inductor(case, float(setting))
+    else:
+        memory, _, update = setting.partition(" ")
+        ours = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory, update=update or "end")
+        step = functools.partial(ours, *case.batch)
+    steps = {"eager": eager(plain), system: step}
+    for r in range(WARM):
+        for each in steps.values():
             torch.manual_seed(r)
-            step()
-        self.steps[system] = step
+            each()
+    peaks = {}
+    for s, each in steps.items():
         torch.manual_seed(WARM)
-        if system in self.ours and self.device == "cpu":
-            step()
-            report = self.ours[system].report()  # its arena is one block, so the allocator sees no peak of its own
-            self.peaks[system] = report.peak_bytes - report.resident_bytes
+        if s == system and ours is not None and device == "cpu":
+            each()
+            report = ours.report()  # its arena is one block, so the allocator sees no peak of its own
+            peaks[s] = report.peak_bytes - report.resident_bytes
         else:
-            self.peaks[system] = peak_of(step, self.device)
-
-    def add_ours(self, system: str, memory: str, **settings: Any) -> None:
-        def make(case: zoo.Case) -> Step:
-            self.ours[system] = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory, **settings)
-            return functools.partial(self.ours[system], *case.batch)
-
-        self.add(system, make)
-
-    def resident_bytes(self) -> int:
-        return next(iter(self.ours.values())).report().resident_bytes
-
-    def run(self) -> None:
-        self.times = {s: [] for s in self.steps}
-        self.progress.update(self.task, description=self.name, total=self.rounds, completed=0)
-        wait = torch.cuda.synchronize if self.device == "cuda" else lambda: None
-        for r in range(self.rounds):
-            for system in random.Random(r).sample(list(self.steps), len(self.steps)):
-                torch.manual_seed(WARM + 1 + r)
-                wait()
-                start = time.perf_counter()
-                self.steps[system]()
-                wait()
-                self.times[system].append(time.perf_counter() - start)
-            self.progress.advance(self.task)
-
-    def rows(self) -> list[Row]:
-        state = self.cases["eager"].model.state_dict()
-        found = []
-        for system, times in self.times.items():
-            base = "eager"
-            if system in self.ours:
-                base = "takeback early keep" if " early" in system else "takeback keep"
-            elif system.startswith("compile"):
-                base = "compile 1"
-            ratio, added = (
-                statistics.median(t / e for t, e in zip(times, self.times[b], strict=True)) for b in ("eager", base)
-            )
-            report = self.ours[system].report() if system in self.ours else None
-            equal = all(torch.equal(v, state[k]) for k, v in self.cases[system].model.state_dict().items())
-            found.append(
-                Row(
-                    self.name,
-                    system,
-                    round(statistics.median(times), 4),
-                    round(ratio, 3),
-                    round(added - 1, 3),
-                    round(self.peaks[system] / MIB, 2),
-                    round(self.peaks[system] / self.peaks["eager"], 4),
-                    equal,
-                    round(report.added_s / report.step_s, 3) if report else None,
-                )
-            )
-        return found
+            peaks[s] = peak_of(each, device)
+    times: dict[str, list[float]] = {s: [] for s in steps}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for r in range(rounds):
+        for s in random.Random(r).sample(list(steps), len(steps)):
+            for k in range(BURST):
+                torch.manual_seed(WARM + 1 + BURST * r + k)
+                if k == 1:
+                    wait()
+                    start = time.perf_counter()
+                steps[s]()
+            wait()
+            times[s].append((time.perf_counter() - start) / (BURST - 1))
+    state = plain.model.state_dict()
+    return Result(
+        statistics.median(t / e for t, e in zip(times[system], times["eager"], strict=True)),
+        statistics.median(times[system]),
+        peaks[system],
+        peaks["eager"],
+        ours.report().resident_bytes if ours else 0,
+        all(torch.equal(v, state[k]) for k, v in case.model.state_dict().items()),
+        ours.report().added_s / ours.report().step_s if ours else None,
+    )
 
 
-def measure(name: str, device: str, rounds: int, progress: Progress, *, compiled: bool) -> list[Row]:
-    bench = Bench(name, device, progress, rounds)
-    bench.add("eager", eager)
-    bench.add("checkpoint", checkpointed)
-    for memory in ("keep", "auto", "min"):
-        bench.add_ours(f"takeback {memory}", memory)
-    for memory in ("keep", "auto", "min"):
-        bench.add_ours(f"takeback early {memory}", memory, update="early")
+def in_a_process(name: str, device: str, system: str, arguments: argparse.Namespace) -> Result:
+    """A process for each system: one that holds a dozen models measures their company."""
+    command = [sys.executable, __file__, "--worker", name, system, "--device", device]
+    command += ["--rounds", str(arguments.rounds)] + (
+        ["--threads", str(arguments.threads)] if arguments.threads else []
+    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name}, {system}:\n{done.stderr[-4000:]}")
+    return Result(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(name: str, progress: Progress, arguments: argparse.Namespace) -> list[Row]:
+    device, compiled = arguments.device, not arguments.without_compile
+    task = progress.add_task(name, total=None)
+    found: dict[str, Result] = {}
+    bases = {"takeback": "takeback keep", "compile": "compile 1"}
+
+    def run(label: str, system: str) -> Result:
+        progress.update(task, description=f"{name}: {label}")
+        found[label] = in_a_process(name, device, system, arguments)
+        return found[label]
+
+    run("eager", "eager")  # against itself: how far apart two equal systems are
+    run("checkpoint", "checkpoint")
+    for setting in ("keep", "auto", "min", "keep early", "min early"):
+        run(f"takeback {setting}", f"takeback {setting}")
     for budget in BUDGETS if compiled else ():
-        bench.add(f"compile {budget:g}", functools.partial(inductor, budget=budget))
-    for budget in BUDGETS if compiled else ():
-        target = bench.peaks[f"compile {budget:g}"] * 99 // 100
-        if bench.peaks["takeback min"] < target < bench.peaks["takeback keep"]:
-            bench.add_ours(f"takeback below {budget:g}", f"{bench.resident_bytes() + target}B")
-    bench.run()
-    return bench.rows()
+        peak = run(f"compile {budget:g}", f"compile {budget:g}").peak_bytes
+        target = peak * 99 // 100
+        keep = found["takeback keep"]
+        if found["takeback min"].peak_bytes < target < keep.peak_bytes:
+            run(f"takeback below compile {budget:g}", f"takeback {keep.resident_bytes + target}B")
+    rows = []
+    for label, r in found.items():
+        base = bases.get(label.split()[0], "eager")
+        if label.endswith(" early"):
+            base += " early"
+        rows.append(
+            Row(
+                name,
+                label,
+                round(r.median_s, 4),
+                round(r.ratio, 3),
+                round(r.ratio / found[base].ratio - 1, 3),
+                round(r.peak_bytes / MIB, 2),
+                round(r.peak_bytes / r.eager_peak_bytes, 4),
+                r.equal,
+                None if r.predicted_added is None else round(r.predicted_added, 3),
+            )
+        )
+    return rows
 
 
 def main() -> None:
@@ -297,13 +309,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: as torch finds them)")
     parser.add_argument("--without-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.device == "cuda":
         torch.use_deterministic_algorithms(True)  # for all systems: eager's attention does not repeat otherwise
         torch.backends.cudnn.deterministic = True
-    torch._dynamo.config.recompile_limit = 64  # every system compiles the same functions for a model of its own
+    if arguments.worker:
+        name, system = arguments.worker
+        with _no_warnings():
+            print(json.dumps(asdict(worker(name, arguments.device, system, arguments.rounds))))
+        return
     out = arguments.out or Path(__file__).parent / "results" / f"frontier-{arguments.device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(width=120, file=sys.stdout)
@@ -317,13 +334,11 @@ def main() -> None:
         "rounds": arguments.rounds,
     }
     for name in arguments.cases:
-        with Progress(console=console, transient=True) as progress, _no_warnings():
-            rows += measure(name, arguments.device, arguments.rounds, progress, compiled=not arguments.without_compile)
+        with Progress(console=console, transient=True) as progress:
+            rows += measure(name, progress, arguments)
         show(console, [r for r in rows if r.case == name])
         # Written after every case, so that an interrupted run keeps what it has.
         out.write_text(json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
-        torch._dynamo.reset()
-        gc.collect()
     console.print(f"written to {out}")
 
 

@@ -34,7 +34,7 @@ from takeback.run.stream import settle
 
 #: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
 #: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
-AUTO_SHARE = {"cpu": 0.05, "cuda": 0.02}
+AUTO_SHARE = {"cpu": 0.055, "cuda": 0.02}
 
 
 @dataclass(frozen=True)

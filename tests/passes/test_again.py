@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,15 +16,6 @@ from takeback.capture.program import Buffer, BufferId, Op, Phase, Region, Role, 
 from takeback.passes.again import draws_random_numbers, gives, may_run_again, reads, run_again, stand_in
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def region(tensor: torch.Tensor, buffer: int) -> Region:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ from takeback.passes.overwrite import overwrite
 from takeback.run.layout import lay_out
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_rebuilds_are_sorted_by_where_then_by_what() -> None:

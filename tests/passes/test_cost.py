@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,6 @@ from takeback.passes.cost import Rates, operations, seconds
 
 aten = torch.ops.aten
 RATES = Rates(bytes_per_s=1e9, maths_per_s=1e8, op_s=1e-6, flops_per_s={"float32": 1e10, "bfloat16": 4e10})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def region(*shape: int, dtype: torch.dtype = torch.float32, buffer: int = 0) -> Region:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,15 +23,6 @@ from takeback.passes.recompute import planned_peak
 from takeback.run.layout import lay_out
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def excess(program: Program, tries: int, *, legal: int = 0) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,15 +12,6 @@ from menus import recorded
 from torch import nn
 
 from takeback.passes.repeats import Place, find_runs, repeats
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def assert_true(text: str | list[int], places: dict[int, Place]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,15 +22,6 @@ from takeback.run.layout import lay_out
 
 UNTIED = 1 << 20
 MOST = 12  #: unknowns: all choices are tried
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tiny tensors: waking worker threads would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_menu(recipe: Recipe) -> Menu:
