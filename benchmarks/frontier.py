@@ -209,7 +209,7 @@ def worker(name: str, device: str, system: str, rounds: int) -> Result:
         memory, _, update = setting.partition(" ")
         ours = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory, update=update or "end")
         step = functools.partial(ours, *case.batch)
-    steps = {"eager": eager(plain), system: step}
+    steps = {"reference": eager(plain), system: step}
     for r in range(WARM):
         for each in steps.values():
             torch.manual_seed(r)
@@ -237,10 +237,10 @@ def worker(name: str, device: str, system: str, rounds: int) -> Result:
             times[s].append((time.perf_counter() - start) / (BURST - 1))
     state = plain.model.state_dict()
     return Result(
-        statistics.median(t / e for t, e in zip(times[system], times["eager"], strict=True)),
+        statistics.median(t / e for t, e in zip(times[system], times["reference"], strict=True)),
         statistics.median(times[system]),
         peaks[system],
-        peaks["eager"],
+        peaks["reference"],
         ours.report().resident_bytes if ours else 0,
         all(torch.equal(v, state[k]) for k, v in case.model.state_dict().items()),
         ours.report().added_s / ours.report().step_s if ours else None,
