@@ -18,6 +18,7 @@ from torch import nn
 
 import takeback as tb
 from takeback import zoo
+from takeback.budget import AUTO_SHARE
 from takeback.errors import OptionError
 from takeback.explain.frontier import Frontier, Tradeoff, share_ticks, show_seconds
 from takeback.explain.frontier_html import as_html
@@ -156,7 +157,7 @@ def test_points_are_what_predict_gives_for_their_setting() -> None:
 
 def test_auto_takes_no_more_than_its_share_of_the_step() -> None:
     for name in ("gpt", "resnet"):
-        assert 0 < zoo_frontier(name).auto.added_share <= 0.05 * (1 + 1e-6)
+        assert 0 < zoo_frontier(name).auto.added_share <= AUTO_SHARE["cpu"] * (1 + 1e-6)
 
 
 def test_frontier_of_a_step_with_nothing_to_rebuild_is_one_point() -> None:
