@@ -135,14 +135,6 @@ def test_lowest_bytes_of_an_impossible_target_can_be_had() -> None:
         planned(program, f"{int(lowest * 0.99) - 1}B")
 
 
-def test_lowest_bytes_can_be_had_where_the_layout_is_fragmented() -> None:
-    case = zoo.case("resnet")
-    program = recorded(case.model, case.loss_fn, *case.batch)
-    with pytest.raises(MemoryTargetError) as caught:
-        planned(program, "64B", 1.5)
-    planned(program, f"{caught.value.lowest_bytes}B", 1.5)
-
-
 def test_message_of_an_impossible_target_says_what_was_asked_what_is_possible_and_what_to_do() -> None:
     with pytest.raises(
         MemoryTargetError, match=r"memory='0.01x' is .* MiB .*lowest peak .*alive between.*memory='min'"
