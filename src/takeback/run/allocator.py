@@ -10,11 +10,7 @@ from __future__ import annotations
 import array
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
 import subprocess
-import tempfile
 import threading
 import warnings
 import weakref
@@ -27,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from takeback.errors import PlanError
+from takeback.native import load as load_native
 from takeback.options import cache_dir as default_cache_dir
 
 _SOURCE = Path(__file__).parent / "native" / "allocator.cpp"
@@ -269,29 +266,12 @@ _load_lock = threading.Lock()
 
 @functools.lru_cache
 def _load(cache_dir: Path | None, compiler: str) -> Native | None:
+    built_from = (torch.__version__, str(torch.version.git_version))
     try:
-        flags = _flags()
-        key = hashlib.sha256(
-            "\n".join([_SOURCE.read_text(), torch.__version__, str(torch.version.git_version), *flags]).encode()
-        ).hexdigest()[:24]
-        target = (cache_dir or default_cache_dir()) / f"allocator-{key}.so"
-        try:
-            if target.exists():
-                return _open(target)
-        except OSError:
-            pass  # a torn file, or a folder we may not look into: built anew below
-        with tempfile.TemporaryDirectory(prefix="takeback-") as folder:
-            built = Path(folder) / "allocator.so"
-            _run([compiler, str(_SOURCE), "-o", str(built), *flags])
-            try:
-                return _open(_store(built, target))
-            except OSError as error:
-                _warn(
-                    f"cannot keep the compiled CPU allocator in {target.parent} ({error}). It works, but is "
-                    "compiled anew in every process, which takes about 2 s. Make that folder writable, or "
-                    "set XDG_CACHE_HOME to one that is."
-                )
-            return _open(built)  # stays mapped after the folder is gone
+        folder = cache_dir or default_cache_dir()
+        native, unkept = load_native(
+            _SOURCE, _flags(), _open, cache_dir=folder, compiler=compiler, built_from=built_from
+        )
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _warn(
             f"the native CPU allocator is not available: {error}. Everything works, but on CPU the memory "
@@ -299,6 +279,13 @@ def _load(cache_dir: Path | None, compiler: str) -> Native | None:
             f"({compiler!r} was tried), make sure that the temporary folder has room, and start again."
         )
         return None
+    if unkept is not None:
+        _warn(
+            f"cannot keep the compiled CPU allocator in {folder} ({unkept}). It works, but is "
+            "compiled anew in every process, which takes about 2 s. Make that folder writable, or "
+            "set XDG_CACHE_HOME to one that is."
+        )
+    return native
 
 
 def _flags() -> list[str]:
@@ -309,31 +296,6 @@ def _flags() -> list[str]:
         *("-isystem", str(_TORCH / "include")),
         *(f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}", "-lc10", "-ldl"),
     ]
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    except FileNotFoundError as error:
-        raise RuntimeError(f"there is no compiler named {command[0]!r}") from error
-    if done.returncode:
-        said = "\n".join((done.stderr or done.stdout).strip().splitlines()[:5])
-        raise RuntimeError(f"{command[0]!r} exited with {done.returncode}: {said}")
-    return done.stdout
-
-
-def _store(built: Path, target: Path) -> Path:
-    """Copy to a name of our own beside the target, then rename: processes that compile at once never meet."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, own = tempfile.mkstemp(dir=target.parent, prefix=target.stem, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as sink, built.open("rb") as source:
-            shutil.copyfileobj(source, sink)
-        os.replace(own, target)
-    except BaseException:
-        Path(own).unlink(missing_ok=True)
-        raise
-    return target
 
 
 _native: list[Native] = []
