@@ -1,0 +1,1 @@
+"""Modules whose training saves less memory, and the kernels under them."""
