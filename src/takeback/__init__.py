@@ -1,8 +1,10 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner."""
 
+from takeback import optim
 from takeback.errors import (
     BorrowError,
     CaptureError,
+    GradBufferError,
     MemoryTargetError,
     OptionError,
     PlanError,
@@ -10,6 +12,7 @@ from takeback.errors import (
     VerifyError,
 )
 from takeback.explain.report import Report
+from takeback.grads import GradBuffer
 from takeback.predict import largest_batch, predict
 from takeback.step import CompiledStep, compile_step
 
@@ -19,6 +22,8 @@ __all__ = [
     "BorrowError",
     "CaptureError",
     "CompiledStep",
+    "GradBuffer",
+    "GradBufferError",
     "MemoryTargetError",
     "OptionError",
     "PlanError",
@@ -27,5 +32,6 @@ __all__ = [
     "VerifyError",
     "compile_step",
     "largest_batch",
+    "optim",
     "predict",
 ]

@@ -26,6 +26,10 @@ class VerifyError(TakebackError):
     """A compiled step did not give the same bits as eager (`verify_every`)."""
 
 
+class GradBufferError(TakebackError, RuntimeError):
+    """A gradient is not, or cannot be, where a `GradBuffer` keeps it."""
+
+
 class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
 

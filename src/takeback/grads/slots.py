@@ -1,0 +1,238 @@
+"""One slice of a flat buffer for each parameter, and the ways a gradient gets into it.
+
+In: parameters. Out: flat tensors, one for each (device, dtype), and a `Slot` for each parameter in their order. A slot
+is written in one of two ways, and keeps `.grad` pointing at its slice in both:
+
+    a Function of ours    open() -> the kernel writes or adds into `view` -> close()     no copy
+    the framework         AccumulateGrad puts a gradient in `.grad` -> arrived()         copied or added, counted
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from takeback.errors import GradBufferError
+from takeback.grads.engine import Fate, fate_of
+
+ALIGNMENT_BYTES = 128
+"""Of every slice: a cache line of today's GPUs, and more than any vector load needs."""
+
+ROW_BYTES = 4096
+"""A flat buffer is a whole number of rows, so that one pass can reduce it row by row."""
+
+_SLOTS: dict[int, weakref.ref[Slot]] = {}
+
+
+class Slot:
+    """The slice of one parameter. `view` has the parameter's shape and strides, and a version counter of its own."""
+
+    __slots__ = (
+        "__weakref__",
+        "_given",
+        "accumulate",
+        "attached",
+        "copies",
+        "dirty",
+        "flat",
+        "name",
+        "numel",
+        "offset",
+        "param",
+        "param_dtype",
+        "pending",
+        "reason",
+        "standing",
+        "stream",
+        "view",
+    )
+
+    def __init__(self, name: str, param: torch.nn.Parameter, flat: int, offset: int, view: torch.Tensor) -> None:
+        self.name, self.param, self.flat, self.offset, self.view = name, param, flat, offset, view
+        self.numel, self.param_dtype = param.numel(), param.dtype
+        self.accumulate = get_gradient_edge(param).node  #: held, or its hooks would die with it
+        self.stream = torch.cuda.current_stream(param.device) if param.device.type == "cuda" else None
+        self.attached = True
+        self.copies = 0  #: made for the gradient that the slice holds now
+        self.dirty = False  #: whether the slice may hold anything but zeros
+        self.reason = ""  #: why they were made
+        self.pending = ""  #: why the gradient that is on its way was not written straight into the slice
+        self.standing = ""  #: why every gradient of this parameter is copied, if so
+        self._given: torch.Tensor | None = None
+
+    def holds(self) -> bool:
+        """Whether the parameter has a gradient, and it is this slice."""
+        grad = self.param.grad
+        if grad is None:
+            return False
+        if grad is not self._given and (grad.layout is not torch.strided or not self._fits(grad)):
+            return False
+        return bool(grad.data_ptr() == self.view.data_ptr())
+
+    def _fits(self, grad: torch.Tensor) -> bool:
+        view = self.view
+        return bool(grad.shape == view.shape and grad.stride() == view.stride() and grad.dtype == view.dtype)
+
+    def give(self) -> None:
+        """Makes the slice the parameter's gradient. An alias: whoever replaces its data does not move the slice."""
+        if self._given is None or self._given.data_ptr() != self.view.data_ptr():
+            self._given = self.view.detach()
+        self.param.grad = self._given
+        self.dirty = True  # from now on anybody may write it
+
+    # -- straight into the slice -------------------------------------------------------------------------------------
+
+    def open(self) -> bool | None:
+        """Inside a backward: may the gradient be written into `view` by the caller? False: overwrite. True: add. None:
+        hand it to the framework, for the reason in `pending`."""
+        if not self.attached or fate_of(self.accumulate) is not Fate.ACCUMULATED:
+            return None
+        self.pending = self._objection()
+        if self.pending:
+            return None
+        self.check_unmoved()
+        added = self.param.grad is not None
+        if not added:
+            self.copies = 0
+        return added
+
+    def _objection(self) -> str:
+        """Why the framework must see the gradient that is being computed, if it must."""
+        if torch.is_grad_enabled():
+            return "create_graph=True: the gradient has a history of its own"
+        if self.param._backward_hooks:
+            return "a hook on the parameter must see the gradient"
+        if getattr(self.param, "_post_accumulate_grad_hooks", None):
+            return "a post-accumulate hook on the parameter must be called"
+        if self.stream is not None and torch.cuda.current_stream(self.param.device) != self.stream:
+            return "computed on another CUDA stream than the one the buffer was made on"
+        if self.param.grad is not None and not self.holds():
+            return ".grad was assigned from outside"
+        return ""
+
+    def close(self, added: bool) -> None:
+        """The slice has been written as `open` allowed."""
+        if not added:
+            self.give()
+
+    def converted(self, reason: str) -> None:
+        """What was written came out of a temporary of another dtype."""
+        self.copies += 1
+        self.reason = reason
+
+    # -- through the framework ---------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """AccumulateGrad has put a gradient into `.grad` that no Function of ours wrote."""
+        grad = self.param.grad
+        reason, self.pending = self.pending or self.standing, ""
+        if grad is None or grad.requires_grad:
+            return  # a gradient with a history stays what it is
+        self.check_unmoved()
+        if self.holds():
+            self.copies += 1  # added by the framework
+        else:
+            self.take_(grad)
+            self.copies = 1
+        self.reason = reason or "computed outside of its module's forward (torch.compile, a functional call)"
+
+    def settle(self) -> None:
+        """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none."""
+        if self.holds():
+            return
+        if self.param.grad is not None:
+            self.check_unmoved()
+            self.take_(self.param.grad)
+            self.copies, self.reason = 1, ".grad was assigned from outside"
+        elif self.dirty:
+            self.view.zero_()
+            self.dirty = False
+
+    def take_(self, grad: torch.Tensor) -> None:
+        """Copies a gradient from elsewhere into the slice."""
+        if grad.layout is not torch.strided:
+            raise GradBufferError(
+                f"the gradient of {self.name} is sparse, and a flat buffer is dense. Use sparse=False, or leave this "
+                f"parameter out of the buffer."
+            )
+        self.view.copy_(grad.detach())
+        self.give()
+
+    def check_unmoved(self) -> None:
+        """Raises if the parameter has left the place the slice was made for."""
+        p, view = self.param, self.view
+        moved = p.device != view.device or p.shape != view.shape or p.stride() != view.stride()
+        if moved or p.dtype is not self.param_dtype:
+            raise GradBufferError(
+                f"{self.name} is {p.dtype} on {p.device} with strides {p.stride()} now; the buffer was made for "
+                f"{self.param_dtype} on {view.device} with {view.stride()}. Move the model first, then make the "
+                f"GradBuffer."
+            )
+
+
+def lay_out(
+    named: Sequence[tuple[str, torch.nn.Parameter]], dtype: torch.dtype | None
+) -> tuple[tuple[torch.Tensor, ...], tuple[Slot, ...]]:
+    """The flat tensors, and a slot for each parameter in order."""
+    ends: dict[tuple[torch.device, torch.dtype], int] = {}
+    places = []
+    for _, p in named:
+        key = (p.device, dtype or p.dtype)
+        offset = ends.get(key, 0)
+        places.append((key, offset))
+        ends[key] = _up(offset + p.numel(), ALIGNMENT_BYTES // key[1].itemsize)
+    with torch.inference_mode(False):
+        flats = {
+            key: torch.zeros(_up(max(end, 1), ROW_BYTES // key[1].itemsize), device=key[0], dtype=key[1])
+            for key, end in ends.items()
+        }
+        index = {key: i for i, key in enumerate(flats)}
+        slots = tuple(
+            Slot(name, p, index[key], offset, _slice(flats[key], p, offset))
+            for (name, p), (key, offset) in zip(named, places, strict=True)
+        )
+    return tuple(flats.values()), slots
+
+
+def _slice(flat: torch.Tensor, p: torch.Tensor, offset: int) -> torch.Tensor:
+    """Not a view in autograd's eyes: those would share one version counter, and a write into one slice would make every
+    other look changed."""
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, p.shape, p.stride())
+
+
+def padding_of(flat: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:
+    """The elements of a flat tensor that belong to no slot."""
+    free = torch.ones(flat.numel(), dtype=torch.bool)
+    for slot in slots:
+        free[slot.offset : slot.offset + slot.numel] = False
+    return free.nonzero().flatten().to(flat.device)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def register(slots: Iterable[Slot]) -> list[tuple[int, weakref.ref[Slot]]]:
+    """Lets `slot_of` find them. Returns what `unregister` takes, which keeps nothing alive."""
+    entries = [(id(slot.param), weakref.ref(slot)) for slot in slots]
+    _SLOTS.update(entries)
+    return entries
+
+
+def unregister(entries: Iterable[tuple[int, weakref.ref[Slot]]]) -> None:
+    for key, slot in entries:
+        if _SLOTS.get(key) is slot:
+            del _SLOTS[key]
+        found = slot()
+        if found is not None:  # a graph from before still has it
+            found.attached = False
+
+
+def slot_of(tensor: torch.Tensor | None) -> Slot | None:
+    """The slot of a parameter, if it has one."""
+    found = _SLOTS.get(id(tensor))
+    slot = found() if found is not None else None
+    return slot if slot is not None and slot.param is tensor else None
