@@ -26,6 +26,7 @@ from takeback.passes import Draft, passes_for, run_passes
 from takeback.passes.choice import apply
 from takeback.passes.cost import seconds
 from takeback.passes.overwrite import overwrite
+from takeback.passes.pack import pack
 from takeback.passes.recompute import Goal, Lowest, Progress, Search, Within
 from takeback.run.calibrate import rates
 from takeback.run.layout import Layout, lay_out
@@ -84,8 +85,7 @@ def _below(
     lowest = min(points, key=lambda p: p.peak_bytes)
     reached: list[int] = []
     for point in [p for p in points if p.peak_bytes <= room] or [lowest]:
-        placed = overwrite(apply(search.draft, point.choice))
-        layout = lay_out(settle(placed) if streams else placed)
+        layout = _place(apply(search.draft, point.choice), options, streams)
         reached.append(outside + transient_bytes(layout, kept_grads, streamed=streams))
         if reached[-1] <= wanted:
             return _account(draft, layout, cost)
@@ -105,7 +105,7 @@ def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
 
 def search_for(program: Program, kept: frozenset[BufferId], options: Options, progress: Progress | None) -> Search:
     """What knows the whole frontier of a program: peak against added time."""
-    draft = run_passes(Draft(program, kept), passes_for(early=options.update == "early")[:-1])
+    draft = run_passes(Draft(program, kept), passes_for(early=options.update == "early", places=False))
     return Search(draft, cost_of(program), options.solve_s, progress)
 
 
@@ -128,9 +128,16 @@ def _planned(
     progress: Progress | None,
 ) -> Planned:
     early = options.update == "early"
-    passes = passes_for(goal, early=early, seconds=cost, limit_s=options.solve_s, progress=progress)
-    done = run_passes(draft, passes)
-    return _account(draft, lay_out(settle(done) if streams else done), cost)
+    passes = passes_for(goal, early=early, places=False, seconds=cost, limit_s=options.solve_s, progress=progress)
+    return _account(draft, _place(run_passes(draft, passes), options, streams), cost)
+
+
+def _place(draft: Draft, options: Options, streams: bool) -> Layout:
+    """What comes after everything about the program is decided: the placement table, and the layout."""
+    placed = overwrite(draft)
+    if streams:
+        return lay_out(settle(placed))
+    return lay_out(placed if options.update == "early" else pack(placed))
 
 
 def _account(draft: Draft, layout: Layout, cost: Callable[[Op], float]) -> Planned:

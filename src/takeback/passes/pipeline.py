@@ -12,24 +12,33 @@ from takeback.passes.draft import Draft
 from takeback.passes.functionalize import functionalize
 from takeback.passes.move import move
 from takeback.passes.overwrite import overwrite
+from takeback.passes.pack import pack
 from takeback.passes.recompute import Goal, Progress, recompute
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, advance, recompute, overwrite)
+PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, advance, recompute, overwrite, pack)
 
 
 def passes_for(
     goal: Goal | None = None,
     *,
     early: bool = False,
+    places: bool = True,
     seconds: Callable[[Op], float] = lambda op: 1.0,
     limit_s: float = 10.0,
     progress: Progress | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up."""
-    bound: dict[Callable[..., Draft], Pass | None] = {} if early else {advance: None}
-    bound[recompute] = None
+    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up, and then
+    there is no moment at which all gradients are alive and could be one flat buffer. `places`:
+    False for what comes before the placement table is filled."""
+    bound: dict[Callable[..., Draft], Pass | None] = {recompute: None}
+    if not early:
+        bound[advance] = None
+    if early or not places:
+        bound[pack] = None
+    if not places:
+        bound[overwrite] = None
     if goal is not None:
         bound[recompute] = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
     chosen = (bound.get(p, p) for p in PASSES)
