@@ -6,6 +6,7 @@ from takeback.errors import (
     MemoryTargetError,
     OptionError,
     PlanError,
+    ReduceError,
     TakebackError,
     VerifyError,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryTargetError",
     "OptionError",
     "PlanError",
+    "ReduceError",
     "Report",
     "TakebackError",
     "VerifyError",

@@ -41,10 +41,12 @@ def pack(draft: Draft) -> Draft:
             return "nobody reads the gradient after the backward"
         return None
 
-    for _, region in sorted(program.grads.items()):
+    regions = [region for _, region in sorted((program.slices or program.grads).items())]
+    for region in regions if program.flags is None else (program.flags, *regions):
         size = program.buffers[region.buffer].size_bytes
         reason = refused(region)
         if reason is not None:
+            assert program.flags is None, f"a group needs this slice, but {reason}"
             refusals.append(Refusal("pack", "gradient", region.buffer, size, reason))
             continue
         slot = slot_of(draft, region.buffer)

@@ -118,7 +118,8 @@ def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -
     if that makes the arena smaller; then the draft says so."""
     problem = Problem(items, packs=_packs(draft, slots))
     solution = solve(problem)
-    if not problem.packs or solution.arena_bytes <= lower_bound_bytes(problem):
+    needed = draft.program.flags is not None  # a group reduces them in one piece
+    if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
         return draft, problem, solution
     loose = Problem(items)
     other = solve(loose)
