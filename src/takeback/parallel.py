@@ -185,7 +185,8 @@ def _unreached(what: str, rank: int, world: int, error: Exception) -> ReduceErro
 
 
 class Replicas:
-    """The copies of a model on the ranks of a group: refused if they differ, made equal to rank 0's at the start."""
+    """The copies of a model on the ranks of a group. They are compared when this is made, and refused if they differ;
+    `send_` makes them equal."""
 
     def __init__(self, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         self._model, self._group = model, group
@@ -200,7 +201,11 @@ class Replicas:
                     f"rank {rank} has another model than rank 0: {difference}. A group trains one model: build it the "
                     f"same way on every rank. Nothing has been changed."
                 )
-        everything = [*model.parameters(), *model.buffers()]
+        self._buffer_bytes = sum(map(_size_bytes, model.buffers()))
+
+    def send_(self) -> None:
+        """Gives every rank the parameters and buffers of rank 0."""
+        everything = [*self._model.parameters(), *self._model.buffers()]
         runs: list[list[torch.Tensor]] = [[]]
         for t in everything:
             if sum(_size_bytes(x) for x in runs[-1]) >= BUCKET_BYTES:
@@ -208,7 +213,6 @@ class Replicas:
             runs[-1].append(t)
         for run in runs:
             self._send_(run)
-        self._buffer_bytes = sum(map(_size_bytes, model.buffers()))
 
     def send_buffers_(self) -> Callable[[], None]:
         """Gives every rank the buffers of rank 0, as DistributedDataParallel does before each forward. Returns what

@@ -27,6 +27,8 @@ class Group:
     def __init__(self, model: torch.nn.Module, group: object) -> None:
         check_group(group)
         assert isinstance(group, dist.ProcessGroup)
+        # Before anything else: where models differ, no rank is left waiting for one that has refused its own.
+        self._replicas = Replicas(model, group)
         named = list(model.named_parameters())
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm):
@@ -43,7 +45,7 @@ class Group:
         self._cut = cut([flags, *((p.numel(), p.dtype) for p in self._parameters.values())])
         buckets = tuple(Handover(b.members, b.end - b.start) for b in self._cut.buckets)
         self.sharing = Sharing(slices, buckets)
-        self._replicas = Replicas(model, group)
+        self._replicas.send_()
         self.reducer = Reducer(group, len(buckets))
         self._undo: Callable[[], None] = lambda: None
         self._open = False  #: between the first collective of a step and its commit
