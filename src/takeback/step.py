@@ -366,10 +366,11 @@ class CompiledStep:
         self, plan: Plan, leaves: Sequence[torch.Tensor], grads: Mapping[int, Region], *, clip: bool = False
     ) -> None:
         """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
-        torch's might keep them, so it gets copies."""
+        torch's might keep them, so it gets copies. What is not held any more is no gradient of the optimizer's."""
         keeps = not type(self._optimizer).__module__.startswith("torch.optim")
         for i, p in enumerate(plan.watch.parameters):
-            grad = plan.executor.tensor(grads[i], leaves) if i in grads else None
+            held = i in grads and plan.executor.holds(grads[i])
+            grad = plan.executor.tensor(grads[i], leaves) if held else None
             p.grad = grad.clone() if keeps and grad is not None else grad
         try:
             if clip:

@@ -109,8 +109,9 @@ def race(
     theirs = make()
     mine, reference = optimizer(ours), optimizer(theirs)
     unused = isinstance(theirs, Branches)
+    keep_grads = options.setdefault("keep_grads", True)
     ddp = DistributedDataParallel(theirs, process_group=group, find_unused_parameters=unused)
-    step = tb.compile_step(ours, entropy, mine, group=group, **{"memory": "keep", "keep_grads": True, **options})
+    step = tb.compile_step(ours, entropy, mine, group=group, **{"memory": "keep", **options})
     if streams:
         step._streams, step._native = True, None
     accumulate, clip_norm = options.get("accumulate", 1), options.get("clip_norm")
@@ -133,6 +134,8 @@ def race(
             same(step.grad_norm, norm, group, f"the norm in step {i}")
         reference.step()
         same(loss, total, group, f"the loss of step {i}")
+        if not keep_grads:
+            theirs.zero_grad()
         now, expected = state(ours, mine), state(theirs, reference)
         assert now.keys() == expected.keys(), f"step {i}: {now.keys() ^ expected.keys()}"
         for name, value in expected.items():
@@ -195,6 +198,29 @@ def unused_with_own_step(rank: int, group: dist.ProcessGroup) -> None:
     order = [(0, 0, 1, 0, 0, 1), (0, 1, 1, 0, 1, 0)][rank % 2]
     data = rows(rank)
     race(rank, group, Branches, lambda i: (*data(i), order[i]), optimizer=adagrad, steps=len(order))
+
+
+def part_of_the_parameters(rank: int, group: dist.ProcessGroup) -> None:
+    """The optimizer has the heads alone: the other gradients travel, and nobody reads them."""
+    order = [(0, 0, 1, 0, 0, 1), (0, 1, 1, 0, 1, 0)][rank % 2]
+    data = rows(rank)
+
+    def heads(model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, Branches)
+        return torch.optim.AdamW(model.heads.parameters(), lr=0.02)
+
+    for streams in (False, True):
+        race(
+            rank,
+            group,
+            Branches,
+            lambda i: (*data(i), order[i]),
+            optimizer=heads,
+            steps=len(order),
+            streams=streams,
+            keep_grads=False,
+            poison=True,
+        )
 
 
 def uneven(rank: int, group: dist.ProcessGroup) -> None:
@@ -292,6 +318,15 @@ def frozen(rank: int, group: dist.ProcessGroup) -> None:
         p.requires_grad_(True)
     with pytest.raises(tb.CaptureError, match=r"0\.weight has a gradient, but was frozen when the step was compiled"):
         step(*rows(rank)(0))
+
+
+def extended(rank: int, group: dist.ProcessGroup) -> None:
+    model = mlp()
+    step = tb.compile_step(model, entropy, adamw(model), group=group, memory="keep")
+    step(*rows(rank)(0))
+    model.append(nn.Linear(4, 4))
+    with pytest.raises(tb.CaptureError, match="the model has other parameters than when the step was compiled"):
+        step(*rows(rank)(1))
 
 
 # -- trouble -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ TWO = [
     "held",
     "streamed",
     "frozen",
+    "extended",
+    "part_of_the_parameters",
     "other_models",
     "refused_options",
     "ranks_agree",

@@ -30,6 +30,7 @@ class Group:
         # Before anything else: where models differ, no rank is left waiting for one that has refused its own.
         self._replicas = Replicas(model, group)
         named = list(model.named_parameters())
+        self._model, self._known = model, [id(p) for _, p in named]
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.SyncBatchNorm):
                 raise OptionError(
@@ -93,6 +94,11 @@ class Group:
 
     def average_grads_(self, *, streams: bool) -> None:
         """Averages what eager left in `.grad`. A parameter that no rank has a gradient for gets none."""
+        if [id(p) for p in self._model.parameters()] != self._known:
+            raise CaptureError(
+                "the model has other parameters than when the step was compiled, and the ranks of a group must have "
+                "the same ones. Call compile_step again on every rank."
+            )
         late = [name for name, p in self._others if p.grad is not None]
         if late:
             raise CaptureError(
