@@ -8,6 +8,7 @@ from takeback.errors import (
     MemoryTargetError,
     OptionError,
     PlanError,
+    ReduceError,
     TakebackError,
     VerifyError,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "MemoryTargetError",
     "OptionError",
     "PlanError",
+    "ReduceError",
     "Report",
     "TakebackError",
     "VerifyError",

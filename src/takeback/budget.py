@@ -26,7 +26,9 @@ from takeback.passes import Draft, passes_for, run_passes
 from takeback.passes.choice import apply
 from takeback.passes.cost import seconds
 from takeback.passes.overwrite import overwrite
+from takeback.passes.pack import pack
 from takeback.passes.recompute import Goal, Lowest, Progress, Search, Within
+from takeback.passes.reduce import Sharing
 from takeback.run.calibrate import rates
 from takeback.run.layout import Layout, lay_out
 from takeback.run.replay import undo_bytes
@@ -52,22 +54,28 @@ def plan_within(
     options: Options,
     *,
     streams: bool = False,
+    sharing: Sharing | None = None,
     progress: Progress | None = None,
 ) -> Planned:
     """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `streams`: the device's own
-    allocator places the values."""
+    allocator places the values. `sharing`: the gradients are averaged over a group."""
     cost = cost_of(program)
     draft = Draft(program, kept)
     if options.memory == "keep":
-        return _planned(draft, None, cost, options, streams, progress)
+        return _planned(draft, None, cost, options, streams, sharing, progress)
     if options.memory in ("auto", "min"):
         goal = Lowest() if options.memory == "min" else Within(AUTO_SHARE.get(program.device_type, 0.0))
-        return _planned(draft, goal, cost, options, streams, progress)
-    return _below(draft, cost, options, streams, progress)
+        return _planned(draft, goal, cost, options, streams, sharing, progress)
+    return _below(draft, cost, options, streams, sharing, progress)
 
 
 def _below(
-    draft: Draft, cost: Callable[[Op], float], options: Options, streams: bool, progress: Progress | None
+    draft: Draft,
+    cost: Callable[[Op], float],
+    options: Options,
+    streams: bool,
+    sharing: Sharing | None,
+    progress: Progress | None,
 ) -> Planned:
     """The cheapest point of the frontier whose layout, as placed, keeps the target."""
     program = draft.program
@@ -77,15 +85,14 @@ def _below(
     if isinstance(wanted, float):
         wanted = resident + int(wanted * eager_peak(program).transient_bytes)
     kept_grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
-    search = search_for(program, draft.kept, options, progress)
+    search = search_for(program, draft.kept, options, progress, sharing)
     room = wanted - outside
     # Placing may lift a point above the target; then the next lower one is tried, at last the lowest of all.
     points = search.frontier() if search.keep.peak_bytes > room else (search.keep,)
     lowest = min(points, key=lambda p: p.peak_bytes)
     reached: list[int] = []
     for point in [p for p in points if p.peak_bytes <= room] or [lowest]:
-        placed = overwrite(apply(search.draft, point.choice))
-        layout = lay_out(settle(placed) if streams else placed)
+        layout = _place(apply(search.draft, point.choice), options, streams)
         reached.append(outside + transient_bytes(layout, kept_grads, streamed=streams))
         if reached[-1] <= wanted:
             return _account(draft, layout, cost)
@@ -103,9 +110,16 @@ def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def search_for(program: Program, kept: frozenset[BufferId], options: Options, progress: Progress | None) -> Search:
+def search_for(
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    progress: Progress | None,
+    sharing: Sharing | None = None,
+) -> Search:
     """What knows the whole frontier of a program: peak against added time."""
-    draft = run_passes(Draft(program, kept), passes_for(early=options.update == "early")[:-1])
+    passes = passes_for(early=options.update == "early", sharing=sharing, places=False)
+    draft = run_passes(Draft(program, kept), passes)
     return Search(draft, cost_of(program), options.solve_s, progress)
 
 
@@ -125,12 +139,22 @@ def _planned(
     cost: Callable[[Op], float],
     options: Options,
     streams: bool,
+    sharing: Sharing | None,
     progress: Progress | None,
 ) -> Planned:
     early = options.update == "early"
-    passes = passes_for(goal, early=early, seconds=cost, limit_s=options.solve_s, progress=progress)
-    done = run_passes(draft, passes)
-    return _account(draft, lay_out(settle(done) if streams else done), cost)
+    passes = passes_for(
+        goal, early=early, sharing=sharing, places=False, seconds=cost, limit_s=options.solve_s, progress=progress
+    )
+    return _account(draft, _place(run_passes(draft, passes), options, streams), cost)
+
+
+def _place(draft: Draft, options: Options, streams: bool) -> Layout:
+    """What comes after everything about the program is decided: the placement table, and the layout."""
+    placed = overwrite(draft)
+    if streams:
+        return lay_out(settle(placed))
+    return lay_out(placed if options.update == "early" else pack(placed))
 
 
 def _account(draft: Draft, layout: Layout, cost: Callable[[Op], float]) -> Planned:

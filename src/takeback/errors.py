@@ -34,6 +34,10 @@ class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
 
 
+class ReduceError(TakebackError):
+    """The ranks of a group could not average their gradients, or have different models."""
+
+
 class MemoryTargetError(OptionError):
     """The step's peak cannot be as low as `memory=` asks."""
 

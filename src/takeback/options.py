@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from takeback.errors import OptionError
+from takeback.parallel import check_group
 
 _TARGET = re.compile(r"[0-9]+(\.[0-9]+)?\s*(x|[KMGT]i?B|B)", re.IGNORECASE)
 
@@ -47,9 +48,10 @@ class Options:
             raise OptionError(f"solve_s must be a positive number of seconds, got {limit!r}")
         if self.update == "early":
             self._check_early()
-        for name in ("scaler", "group"):
-            if getattr(self, name) is not None:
-                raise OptionError(f"{name}= is not supported in this version. Leave it at None.")
+        if self.scaler is not None:
+            raise OptionError("scaler= is not supported in this version. Leave it at None.")
+        if self.group is not None:
+            check_group(self.group)
         for name in ("keep_grads", "poison"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -70,6 +72,8 @@ class Options:
             raise OptionError(_early_needs(f"clip_norm={self.clip_norm!r} needs the norm of all of them"))
         if self.accumulate != 1:
             raise OptionError(_early_needs(f"accumulate={self.accumulate!r} sums them over microbatches first"))
+        if self.group is not None:
+            raise OptionError(_early_needs("group= averages them over the ranks first, in a few large buckets"))
         if self.keep_grads:
             raise OptionError(_early_needs("keep_grads=True keeps them to the end"))
 

@@ -10,6 +10,7 @@ explain   the report accounts for every byte                                    
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -35,6 +36,7 @@ from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
 from takeback.run.executor import Executor
+from takeback.run.group import Group
 from takeback.run.layout import Layout
 from takeback.run.recording import recorder
 from takeback.run.replay import Replay, undo_bytes
@@ -74,6 +76,8 @@ def compile_step(
                   gradient is complete, so that gradients hardly exist at the same time
     accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
+    group         a torch.distributed process group, each of whose ranks calls the step with its own part of the batch:
+                  gradients are averaged as DistributedDataParallel averages them; see docs/parallel.md
     keep_grads    leaves a copy of the gradients in `.grad` after each step; otherwise `.grad` is None
     verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
     max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
@@ -146,10 +150,15 @@ class CompiledStep:
         self._replays = 0
         self._held_misses = 0  #: recordings in a row because no plan held the values that the step read into Python
         self._news = subjects.NewPlans()
+        self._group = Group(model, options.group) if options.group is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+        with self._group.step() if self._group is not None else contextlib.nullcontext():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, batch_key = take_apart((args, kwargs))
         key = (batch_key, ambient())
         missed: Op | None = None
@@ -172,8 +181,9 @@ class CompiledStep:
             return self._replay(plan, leaves)
         recipe = self._recipe(args, kwargs)
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
-        # Where the update begins before they are all there, the parameters after it are.
-        if plan.update is None or (not plan.proved and options.update == "end"):
+        # Where the update begins before they are all there, the parameters after it are. With a group, the update has
+        # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
+        if plan.update is None or self._group is not None or (not plan.proved and options.update == "end"):
             expected = eager_digest(recipe, plan.executor, leaves)
             return self._replay(plan, leaves, lambda: self._proved(plan, expected, leaves))
         executor = plan.executor
@@ -209,6 +219,7 @@ class CompiledStep:
             kept_grad_bytes=kept,
             measured=measured,
             placed=self._native is not None,
+            group=self._group.describe() if self._group is not None else "",
             streamed=isinstance(plan.executor, StreamExecutor),
             step_s=plan.planned.step_s,
             added_s=plan.planned.added_s,
@@ -235,7 +246,11 @@ class CompiledStep:
             try:
                 gate.open = True
                 got = capture(subject, args, kwargs, recording=recorder(self._native, subjects.device_of(self._model)))
-                prove_recording(self._recipe(args, kwargs), got)
+                prove_recording(self._recipe(args, kwargs), got, unclipped=self._group is not None)
+                norm = got.grad_norm
+                if self._group is not None:
+                    self._group.average_grads_(streams=self._streams)
+                    norm = self._clipped(subject.parameters)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
                 self._optimizer.step()
@@ -256,7 +271,9 @@ class CompiledStep:
                     p.grad = None
                 raise
             self._drop_grads(subject.parameters)
-        self.grad_norm = got.grad_norm
+            if self._group is not None:
+                self._group.commit_()
+        self.grad_norm = norm
         loss = got.loss.clone()
         return (loss, got.aux) if got.has_aux else loss
 
@@ -273,7 +290,8 @@ class CompiledStep:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-        planned = plan_within(program, kept, self.options, streams=self._streams)
+        sharing = self._group.sharing if self._group is not None else None
+        planned = plan_within(program, kept, self.options, streams=self._streams, sharing=sharing)
         executor = self._executor(planned.layout)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
@@ -283,9 +301,10 @@ class CompiledStep:
         self._last = plan
 
     def _executor(self, layout: Layout) -> Replay:
+        reducer = self._group.reducer if self._group is not None else None
         if self._streams:
-            return StreamExecutor(layout, poison=self.options.poison)
-        return Executor(layout, self._arena, self._native, poison=self.options.poison)
+            return StreamExecutor(layout, poison=self.options.poison, reducer=reducer)
+        return Executor(layout, self._arena, self._native, poison=self.options.poison, reducer=reducer)
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
@@ -293,15 +312,38 @@ class CompiledStep:
         executor = plan.executor
         rehearse = plan.rehearsals < 2
         scalars = plan.update.scalars() if plan.update is not None else ()
-        finish = None if plan.update is not None else lambda: self._own_step(plan, leaves)
-        executor.run(leaves, scalars, finish, inspect=inspect, log=rehearse)
-        program = executor.program
+        program, group = executor.program, self._group
+        grads = dict(program.grads)
+        replaced = False  #: the planned update was for other gradients than there are
+
+        def reduced() -> Callable[[], None] | None:
+            nonlocal replaced
+            assert group is not None
+            assert program.flags is not None
+            used = group.finish(executor.tensor(program.flags, leaves))
+            replaced = used != group.mine(grads)
+            if not replaced:
+                return None
+            grads.clear()
+            grads.update((i, program.slices[i]) for i in sorted(used))
+            return finish
+
+        def finish() -> None:
+            if plan.update is None or replaced:
+                self._own_step(plan, leaves, grads, clip=replaced)
+            if group is not None:
+                group.commit_()
+
+        last = finish if plan.update is None or group is not None else None
+        executor.run(
+            leaves, scalars, last, inspect=inspect, reduced=reduced if group is not None else None, log=rehearse
+        )
         loss = executor.give(program.loss, leaves)
         aux = [self._returned(executor, r, leaves) for r in program.aux]
-        if program.grad_norm is not None:
+        if program.grad_norm is not None and not replaced:
             self.grad_norm = executor.give(program.grad_norm, leaves)
         for i, p in enumerate(plan.watch.parameters):
-            region = program.grads.get(i) if self.options.keep_grads else None
+            region = grads.get(i) if self.options.keep_grads else None
             p.grad = executor.give(region, leaves) if region is not None else None
         executor.release_()
         if rehearse:
@@ -320,19 +362,31 @@ class CompiledStep:
         borrowed = executor.program.buffers[region.buffer].role.borrowed
         return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
 
-    def _own_step(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
+    def _own_step(
+        self, plan: Plan, leaves: Sequence[torch.Tensor], grads: Mapping[int, Region], *, clip: bool = False
+    ) -> None:
         """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
-        torch's might keep them, so it gets copies."""
+        torch's might keep them, so it gets copies. What is not held any more is no gradient of the optimizer's."""
         keeps = not type(self._optimizer).__module__.startswith("torch.optim")
-        for i, region in plan.executor.program.grads.items():
-            grad = plan.executor.tensor(region, leaves)
-            plan.watch.parameters[i].grad = grad.clone() if keeps else grad
+        for i, p in enumerate(plan.watch.parameters):
+            held = i in grads and plan.executor.holds(grads[i])
+            grad = plan.executor.tensor(grads[i], leaves) if held else None
+            p.grad = grad.clone() if keeps and grad is not None else grad
         try:
+            if clip:
+                self.grad_norm = self._clipped(plan.watch.parameters)
             self._optimizer.step()
         except BaseException:
             for p in plan.watch.parameters:
                 p.grad = None  # they look into the arena
             raise
+
+    def _clipped(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+        """Clips what is in `.grad`, if that was asked for, and returns the norm before."""
+        if self.options.clip_norm is None:
+            return None
+        wanted = [p for p in parameters if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(wanted, self.options.clip_norm)
 
     def _drop_grads(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if not self.options.keep_grads:

@@ -13,6 +13,11 @@ def broken_rule(problem: Problem, solution: Solution) -> str | None:
         offset = solution.offsets[item.id]
         if offset < 0 or offset % problem.alignment_bytes or offset + item.size_bytes > solution.arena_bytes:
             return f"item {item.id} lies badly"
+    for pack in problem.packs:
+        for one, one_distance in pack.members:
+            for other, other_distance in pack.members:
+                if solution.offsets[one] - solution.offsets[other] != one_distance - other_distance:
+                    return f"items {one} and {other} are packed at another distance"
     for moment in sorted({item.start for item in problem.items}):
         claimed: dict[int, ItemId] = {}
         for item in problem.items:

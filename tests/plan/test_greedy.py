@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from brute_force import broken_rule
 from hypothesis import given, settings
-from random_problems import problems
+from random_problems import packed_problems, problems
 from step_traces import (
     convnet_step,
     early_update_step,
@@ -18,7 +18,7 @@ from step_traces import (
     transformer_step,
 )
 
-from takeback.plan import Item, ItemId, Problem, greedy, lower_bound_bytes, solve, validate
+from takeback.plan import Item, ItemId, Pack, Problem, greedy, lower_bound_bytes, solve, validate
 
 STEPS = dict(realistic_steps(range(8)))
 # Eight recomputed segments of six ops, each as high as the peak: greedy ends at 1.028, and two minutes of
@@ -65,6 +65,30 @@ def test_random_lifetimes_are_placed_validly_between_the_bound_and_the_sum(probl
     step = problem.alignment_bytes
     assert lower_bound_bytes(problem) <= solution.arena_bytes
     assert solution.arena_bytes <= sum((i.size_bytes + step - 1) // step * step for i in problem.items)
+
+
+@settings(deadline=None, max_examples=150)
+@given(packed_problems)
+def test_random_packs_are_placed_validly_and_no_higher_than_everything_piled_up(problem: Problem) -> None:
+    solution = solve(problem)
+    validate(problem, solution)
+    assert broken_rule(problem, solution) is None
+    step = problem.alignment_bytes
+    assert solution.arena_bytes <= sum((i.size_bytes + step - 1) // step * step for i in problem.items)
+
+
+def test_bytes_of_a_pack_are_free_for_others_outside_of_their_lifetimes() -> None:
+    items = (item(0, 64, 4, 8), item(1, 64, 5, 8), item(2, 128, 0, 4), item(3, 64, 4, 5))
+    solution = solve(Problem(items, packs=(Pack(((ItemId(0), 0), (ItemId(1), 64))),)))
+    assert solution.arena_bytes == 128
+    assert solution.offsets[ItemId(1)] == solution.offsets[ItemId(0)] + 64
+
+
+def test_packs_that_cannot_hang_from_the_bound_are_piled_up() -> None:
+    """Two slices that never live together, each as high as the bound."""
+    items = (item(0, 64, 0, 2), item(1, 64, 2, 4))
+    solution = solve(Problem(items, packs=(Pack(((ItemId(0), 0), (ItemId(1), 64))),)))
+    assert solution.arena_bytes == 128
 
 
 @settings(deadline=None, max_examples=50)

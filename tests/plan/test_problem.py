@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from random_problems import problems
 
-from takeback.plan import Item, ItemId, Problem, lower_bound_bytes
+from takeback.plan import Item, ItemId, Pack, Problem, lower_bound_bytes
 
 
 def item(number: int, size_bytes: int, start: int, end: int) -> Item:
@@ -33,6 +33,22 @@ def item(number: int, size_bytes: int, start: int, end: int) -> Item:
 def test_problem_refuses_nonsense_and_quotes_it(items: tuple[Item, ...], alignment_bytes: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Problem(items, alignment_bytes)
+
+
+@pytest.mark.parametrize(
+    ("packs", "message"),
+    [
+        (((3, 0),), "item 3 is packed, but is not there"),
+        (((2, 0),), "item 2 is packed, but is not there, or has no bytes"),
+        (((1, 0), (1, 64)), "item 1 is packed twice"),
+        (((1, 32),), "item 1 is packed at 32 bytes, which is no multiple of 64"),
+        (((1, -64),), "item 1 is packed at -64 bytes"),
+    ],
+)
+def test_problem_refuses_a_pack_that_makes_no_sense(packs: tuple[tuple[int, int], ...], message: str) -> None:
+    pack = Pack(tuple((ItemId(number), distance) for number, distance in packs))
+    with pytest.raises(ValueError, match=message):
+        Problem((item(1, 5, 0, 1), item(2, 0, 0, 1)), packs=(pack,))
 
 
 def test_problem_cannot_be_changed() -> None:

@@ -12,12 +12,12 @@ import pytest
 from brute_force import broken_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_problems import problems
+from random_problems import packed_problems, problems
 from step_traces import convnet_step
 
 import takeback.plan
 from takeback.errors import PlanError
-from takeback.plan import Item, ItemId, Problem, Solution, solve, validate
+from takeback.plan import Item, ItemId, Pack, Problem, Solution, solve, validate
 
 A, B = ItemId(1), ItemId(2)
 PROBLEM = Problem((Item(A, 100, 0, 4), Item(B, 50, 2, 6)))
@@ -56,6 +56,13 @@ def test_items_that_only_touch_in_time_or_in_bytes_pass() -> None:
 def test_each_fault_is_named_with_items_lifetimes_and_bytes(solution: Solution, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         validate(PROBLEM, solution)
+
+
+def test_a_torn_pack_is_named_with_where_the_item_must_be() -> None:
+    packed = replace(PROBLEM, packs=(Pack(((A, 0), (B, 192))),))
+    validate(packed, Solution({A: 64, B: 256}, 306, "by hand"))
+    with pytest.raises(PlanError, match=r"Pack 0 is torn: item 2 is at 256, and it must be at 192"):
+        validate(packed, Solution({A: 0, B: 256}, 306, "by hand"))
 
 
 def shift_an_offset(problem: Problem, solution: Solution, draw: Random) -> tuple[Problem, Solution]:
@@ -102,6 +109,17 @@ def swap_two_offsets(problem: Problem, solution: Solution, draw: Random) -> tupl
     return problem, replace(solution, offsets={**solution.offsets, **swapped})
 
 
+def tear_a_pack(problem: Problem, solution: Solution, draw: Random) -> tuple[Problem, Solution]:
+    """One packed item moves alone, to the top of an arena that has room for it."""
+    members = [member for pack in problem.packs for member, _ in pack.members]
+    if not members:
+        return problem, solution
+    torn, step = draw.choice(members), problem.alignment_bytes
+    top = -(-solution.arena_bytes // step) * step
+    size_bytes = next(item.size_bytes for item in problem.items if item.id == torn)
+    return problem, replace(solution, offsets={**solution.offsets, torn: top}, arena_bytes=top + size_bytes)
+
+
 Fault = Callable[[Problem, Solution, Random], tuple[Problem, Solution]]
 FAULTS: list[Fault] = [
     shift_an_offset,
@@ -126,6 +144,16 @@ def is_caught(problem: Problem, solution: Solution) -> bool:
 @settings(deadline=None, max_examples=100)
 @given(problem=problems.filter(lambda problem: len(problem.items) > 0), seed=st.integers(0, 2**20))
 def test_a_fault_is_caught_if_and_only_if_it_breaks_a_rule(fault: Fault, problem: Problem, seed: int) -> None:
+    faulty, solution = fault(problem, solve(problem), Random(seed))
+    assert is_caught(faulty, solution) == (broken_rule(faulty, solution) is not None)
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, tear_a_pack])
+@settings(deadline=None, max_examples=60)
+@given(problem=packed_problems.filter(lambda problem: len(problem.packs) > 0), seed=st.integers(0, 2**20))
+def test_a_fault_among_packs_is_caught_if_and_only_if_it_breaks_a_rule(
+    fault: Fault, problem: Problem, seed: int
+) -> None:
     faulty, solution = fault(problem, solve(problem), Random(seed))
     assert is_caught(faulty, solution) == (broken_rule(faulty, solution) is not None)
 

@@ -45,10 +45,12 @@ class Phase(enum.Enum):
 
 
 class Special(enum.Enum):
-    """Ops that are not kernels: they carry the random state through the step."""
+    """Ops that are not kernels: they carry the random state through the step, and gradients to a group of ranks."""
 
     SAVE_RANDOM = "random.save"
     RESTORE_RANDOM = "random.restore"
+    REDUCE = "group.reduce"
+    WAIT = "group.wait"
 
     def __str__(self) -> str:
         return self.value
@@ -206,6 +208,8 @@ class Program:
     grads: Mapping[int, Region] = field(default_factory=dict)  #: by position among the model's parameters
     grad_norm: Region | None = None
     eager_death: Mapping[BufferId, int] = field(default_factory=dict)  #: the op before which eager had freed it
+    slices: Mapping[int, Region] = field(default_factory=dict)  #: with a group: of every trainable parameter
+    flags: Region | None = None  #: with a group: which of these have a gradient
 
     @property
     def device(self) -> torch.device:

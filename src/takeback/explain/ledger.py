@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from takeback.capture.program import BufferId, Op, Phase, Region, Role
-from takeback.passes.draft import Overwrites
+from takeback.capture.program import BufferId, Op, Phase, Region, Role, Special
+from takeback.passes.draft import Overwrites, Packed
 from takeback.run.calls import Kind
 from takeback.run.layout import PASS, Layout
 
@@ -58,6 +58,8 @@ def _moved(layout: Layout) -> Iterator[Entry]:
 def _made(layout: Layout) -> Iterator[Entry]:
     program = layout.draft.program
     refused: dict[BufferId, str] = {r.buffer: r.reason for r in layout.draft.refusals if r.decision == "move"}
+    grads = {r.buffer for r in (program.slices or program.grads).values()}
+    bucket_of = {b: op.args[0] for op in program.ops if op.target is Special.REDUCE for b in op.mutates}
     seen: set[BufferId] = set()
     for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
         for region in op.outputs:
@@ -70,6 +72,13 @@ def _made(layout: Layout) -> Iterator[Entry]:
             size = program.buffers[buffer].size_bytes
             if buffer in layout.draft.rebuilt:
                 fate, reason = Fate.RECOMPUTED, "dropped over the peak and rebuilt here from what is alive anyway"
+            elif isinstance(slice_ := layout.draft.placements.get(layout.slots[buffer]), Packed) and buffer in grads:
+                fate = Fate.PACKED
+                reason = f"a gradient: {slice_.offset_bytes:,} bytes into the flat {slice_.buffer} gradients"
+                if buffer in bucket_of:
+                    reason += f", averaged over the group in bucket {bucket_of[buffer]}"
+                if isinstance(placement, Overwrites):
+                    reason += f", written onto %{placement.buffer}, which dies here"
             elif isinstance(placement, Overwrites):
                 fate = Fate.OVERWRITTEN
                 reason = f"written onto %{placement.buffer}, which dies here"

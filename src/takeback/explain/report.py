@@ -92,6 +92,7 @@ def build_report(
     measured: Measured | None = None,
     placed: bool = True,
     streamed: bool = False,
+    group: str = "",
     step_s: float = 0.0,
     added_s: float = 0.0,
 ) -> Report:
@@ -117,7 +118,7 @@ def build_report(
         outside += sum(
             len(op.outputs) for op, kind in zip(program.ops, layout.kinds, strict=True) if asks_for_results(kind)
         )
-    notes = []
+    notes = [group] if group else []
     if streamed:
         notes.append(_STREAMED)
     elif not placed:

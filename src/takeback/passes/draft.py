@@ -22,11 +22,20 @@ class Overwrites:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """The buffer is a slice of a larger one, named `buffer`, `offset_bytes` above its start. Its bytes are its own from
+    first write to last use; the larger buffer as a whole exists only while all of its slices do."""
+
+    buffer: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Borrowed:
     """The bytes are the caller's."""
 
 
-Placement = Fresh | Overwrites | Borrowed
+Placement = Fresh | Overwrites | Packed | Borrowed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,24 +12,45 @@ from takeback.passes.draft import Draft
 from takeback.passes.functionalize import functionalize
 from takeback.passes.move import move
 from takeback.passes.overwrite import overwrite
+from takeback.passes.pack import pack
 from takeback.passes.recompute import Goal, Progress, recompute
+from takeback.passes.reduce import Sharing, reduce
 
 Pass = Callable[[Draft], Draft]
 
-PASSES: tuple[Callable[..., Draft], ...] = (functionalize, move, chunk_loss, advance, recompute, overwrite)
+PASSES: tuple[Callable[..., Draft], ...] = (
+    functionalize,
+    move,
+    chunk_loss,
+    reduce,
+    advance,
+    recompute,
+    overwrite,
+    pack,
+)
 
 
 def passes_for(
     goal: Goal | None = None,
     *,
     early: bool = False,
+    sharing: Sharing | None = None,
+    places: bool = True,
     seconds: Callable[[Op], float] = lambda op: 1.0,
     limit_s: float = 10.0,
     progress: Progress | None = None,
 ) -> tuple[Pass, ...]:
-    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up."""
-    bound: dict[Callable[..., Draft], Pass | None] = {} if early else {advance: None}
-    bound[recompute] = None
+    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up, and then
+    there is no moment at which all gradients are alive and could be one flat buffer. `sharing` averages the gradients
+    over a group. `places`: False for what comes before the placement table is filled."""
+    bound: dict[Callable[..., Draft], Pass | None] = {recompute: None}
+    bound[reduce] = None if sharing is None else functools.partial(reduce, sharing=sharing)
+    if not early:
+        bound[advance] = None
+    if early or not places:
+        bound[pack] = None
+    if not places:
+        bound[overwrite] = None
     if goal is not None:
         bound[recompute] = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
     chosen = (bound.get(p, p) for p in PASSES)

@@ -3,6 +3,8 @@
 Items are placed one by one into gaps that are free during their whole lifetime, by a handful of strategies:
 an order, a fit, and which items hang from the ceiling. Items that stick out are promoted, and the strategy is
 tried again. The smallest arena is kept; the search ends at the lower bound or when its work is spent.
+
+Packs are put down before all else, hung from the ceiling or piled up from 0: what is left is placed around them.
 """
 
 from __future__ import annotations
@@ -43,10 +45,13 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Strategy:
+    """`pinned` are the offsets of the packed items, by index; `order` holds the others."""
+
     name: str
     order: list[int]
     best_fit: bool
     hangs: list[bool]
+    pinned: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -68,18 +73,18 @@ def solve(problem: Problem) -> Solution:
     # Ties are broken by position in the table, hence by id.
     occupying.sort(key=lambda item: item.id)
     table = _table(occupying, problem)
-    best, order = _search(table)
+    pins = _pins(table, occupying, problem)
+    best, order = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
     assert best.offsets is not None
     offsets.update((item.id, offset) for item, offset in zip(occupying, best.offsets, strict=True))
     return Solution(offsets, best.arena_bytes, order)
 
 
-def _search(table: _Table) -> tuple[_Attempt, str]:
+def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
     """The best attempt and the name of its strategy: first the plain orders, then rounds with promotions."""
     best: _Attempt | None = None
     best_name = ""
     attempts = placements = 0
-    strategies = _strategies(table)
     while strategies:
         next_round: list[_Strategy] = []
         for strategy in strategies:
@@ -123,7 +128,31 @@ def _table(items: list[Item], problem: Problem) -> _Table:
     )
 
 
-def _strategies(table: _Table) -> list[_Strategy]:
+def _pins(table: _Table, items: list[Item], problem: Problem) -> list[tuple[str, dict[int, int]]]:
+    """Where packs may be put, with a name for it: hung from the ceiling one below the other, or piled up from 0.
+
+    Slices of a flat gradient lie in the order of the parameters, and the last parameter's gradient is born first. Hung
+    from the ceiling they fill the arena downwards, while the pyramid of activations below is taken down from its top.
+    """
+    if not problem.packs:
+        return [("", {})]
+    at = {item.id: index for index, item in enumerate(items)}
+    hung: dict[int, int] = {}
+    piled: dict[int, int] = {}
+    top, bottom = table.ceiling, 0
+    for pack in problem.packs:
+        members = {at[item_id]: distance for item_id, distance in pack.members if item_id in at}
+        height = max((distance + int(table.sizes[index]) for index, distance in members.items()), default=0)
+        top -= height
+        hung |= {index: top + distance for index, distance in members.items()}
+        piled |= {index: bottom + distance for index, distance in members.items()}
+        bottom += height
+    found = [("packs piled; ", piled)]
+    # Packs that are higher than the lower bound together cannot hang from it.
+    return found if top < 0 else [("packs hung; ", hung), *found]
+
+
+def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_Strategy]:
     """All strategies, the ones that win most often first.
 
     At the peak the arena must be full, so what lives then goes first, and the longest lived lowest: the
@@ -169,10 +198,11 @@ def _strategies(table: _Table) -> list[_Strategy]:
     }
     return [
         _Strategy(
-            name=f"{order}; {'best' if best_fit else 'first'} fit; {hangs}",
-            order=orders[order].tolist(),
+            name=f"{packing}{order}; {'best' if best_fit else 'first'} fit; {hangs}",
+            order=[index for index in orders[order].tolist() if index not in pinned],
             best_fit=best_fit,
             hangs=hanging[hangs].tolist(),
+            pinned=pinned,
         )
         for hangs in hanging
         for order, best_fit in fits
@@ -187,7 +217,13 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
     sticking_out: list[int] = []
     # What is placed already, as columns sorted by offset: start, end, first byte, first byte above.
     placed = np.empty((4, len(sizes)), dtype=np.int64)
-    for count, index in enumerate(strategy.order):
+    for at, (index, offset) in enumerate(sorted(strategy.pinned.items(), key=lambda pin: pin[1])):
+        offsets[index] = offset
+        placed[:, at] = starts[index], ends[index], offset, offset + sizes[index]
+        arena_bytes = max(arena_bytes, offset + sizes[index])
+    if give_up_at is not None and arena_bytes >= give_up_at:
+        return _Attempt(None, arena_bytes, sticking_out, len(strategy.pinned))
+    for count, index in enumerate(strategy.order, len(strategy.pinned)):
         placed_start, placed_end, placed_offset, placed_top = placed[:, :count]
         rivals = ((placed_start < ends[index]) & (placed_end > starts[index])).nonzero()[0]
         offset = _lowest_or_best_offset(
@@ -232,7 +268,7 @@ def _lowest_or_best_offset(
 
 def _promote(table: _Table, order: list[int], sticking_out: list[int]) -> list[int]:
     """The order with the items that found no gap first, then all that live at their busiest moments."""
-    crowd = np.zeros(len(order), dtype=np.bool_)
+    crowd = np.zeros(len(table.sizes), dtype=np.bool_)
     for index in sticking_out[:MOST_PROMOTED_MOMENTS]:
         crowd |= (table.starts <= table.busiest[index]) & (table.busiest[index] < table.ends)
     rank = np.where(crowd, 1, 2)

@@ -26,17 +26,26 @@ class Item:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Items at fixed distances: each `(item, distance)` lies `distance` bytes above wherever the pack is put. Their
+    bytes are still their own only during their lifetimes: at other times anything may lie between and on them."""
+
+    members: tuple[tuple[ItemId, int], ...]
+
+
 @dataclass(frozen=True)
 class Problem:
     """All items that share one arena; every offset must be a multiple of `alignment_bytes`."""
 
     items: tuple[Item, ...]
     alignment_bytes: int = 64
+    packs: tuple[Pack, ...] = ()
 
     def __post_init__(self) -> None:
         if self.alignment_bytes < 1 or self.alignment_bytes & (self.alignment_bytes - 1):
             raise ValueError(f"alignment_bytes must be a power of two, got {self.alignment_bytes}")
-        seen: set[ItemId] = set()
+        seen: dict[ItemId, int] = {}
         for item in self.items:
             if item.size_bytes < 0:
                 raise ValueError(f"item {item.id} has a negative size: {item.size_bytes} bytes")
@@ -47,7 +56,20 @@ class Problem:
                 )
             if item.id in seen:
                 raise ValueError(f"two items have the id {item.id}")
-            seen.add(item.id)
+            seen[item.id] = item.size_bytes
+        packed: set[ItemId] = set()
+        for pack in self.packs:
+            for member, distance_bytes in pack.members:
+                if not seen.get(member):
+                    raise ValueError(f"item {member} is packed, but is not there, or has no bytes")
+                if member in packed:
+                    raise ValueError(f"item {member} is packed twice")
+                if distance_bytes < 0 or distance_bytes % self.alignment_bytes:
+                    raise ValueError(
+                        f"item {member} is packed at {distance_bytes} bytes, "
+                        f"which is no multiple of {self.alignment_bytes} from 0 up"
+                    )
+                packed.add(member)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ def validate(problem: Problem, solution: Solution) -> None:
     for item in problem.items:
         _check_alone(item, problem, solution)
     _check_together(problem, solution)
+    _check_packs(problem, solution)
 
 
 def _check_alone(item: Item, problem: Problem, solution: Solution) -> None:
@@ -61,6 +62,19 @@ def _check_together(problem: Problem, solution: Solution) -> None:
                 both = f"{_describe(neighbour, neighbour_offset)} and {_describe(item, entry[0])}"
                 raise PlanError(f"{both} overlap in time and in bytes. {WHAT_TO_DO}")
         insort(inside, entry)
+
+
+def _check_packs(problem: Problem, solution: Solution) -> None:
+    for number, pack in enumerate(problem.packs):
+        bases = {solution.offsets[item_id] - distance for item_id, distance in pack.members}
+        if len(bases) > 1:
+            first, first_distance = pack.members[0]
+            base = solution.offsets[first] - first_distance
+            other, distance = next(m for m in pack.members if solution.offsets[m[0]] - m[1] != base)
+            raise PlanError(
+                f"Pack {number} is torn: item {other} is at {solution.offsets[other]}, and it must be at "
+                f"{base + distance}, {distance} bytes above the base that item {first} gives. {WHAT_TO_DO}"
+            )
 
 
 def _describe(item: Item, offset: int) -> str:

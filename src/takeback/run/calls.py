@@ -30,13 +30,18 @@ class Kind(enum.Enum):
     ALLOCATE = "the op allocates its results, the allocator puts them into their place"
     HOLD = "reads a value into Python and compares it with the recorded one"
     RANDOM = "saves or restores a generator"
+    REDUCE = "hands a bucket of gradients to the group"
+    WAIT = "whoever runs the step waits for the group here"
+
+
+_SPECIAL = {Special.REDUCE: Kind.REDUCE, Special.WAIT: Kind.WAIT}
 
 
 def kind_of(op: Op, placement: Placement | None = None) -> Kind:
     """`placement` is that of the op's first result."""
     target = op.target
     if isinstance(target, Special):
-        return Kind.RANDOM
+        return _SPECIAL.get(target, Kind.RANDOM)
     if op.holds is not None:
         return Kind.HOLD
     fresh = [r for r in op.outputs if r.buffer not in op.mutates]

@@ -155,6 +155,10 @@ class Emitter:
 
     def _lines(self, op: Op, kind: Kind, position: int) -> list[str]:
         target = op.target
+        if kind is Kind.WAIT:
+            return []
+        if kind is Kind.REDUCE:
+            return self._handover(op)
         if isinstance(target, Special):
             slot, generator = op.args
             name = self.names.constant(generator, "g")
@@ -185,6 +189,9 @@ class Emitter:
             call = self._call(target, op.args, op.kwargs)
             return [f"if not same_value({call}, {held}): raise changed({position})"]
         return self._allocating(op, target)
+
+    def _handover(self, op: Op) -> list[str]:
+        return ["cell[0] = -1", f"reduce({op.args[0]})"]
 
     def _allocating(self, op: Op, target: torch._ops.OpOverload) -> list[str]:
         returns = target._schema.returns
@@ -311,6 +318,7 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
         "look",
         "same_value",
         "changed",
+        "reduce",
     ]
     lines = ["def factory(env):"]
     lines += [f"    {name} = env[{name!r}]" for name in everything]

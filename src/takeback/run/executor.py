@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from takeback.capture.program import BufferId, Region, Role, Scratch
+from takeback.capture.program import BufferId, Region, Role, Scratch, Special, regions
+from takeback.parallel import Reducer
 from takeback.run.allocator import ALLOC, Cell, Native, Script
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
@@ -19,8 +20,16 @@ from takeback.run.replay import Replay
 class Executor(Replay):
     """A layout in the arena, ready to run on one thread at a time."""
 
-    def __init__(self, layout: Layout, arena: SharedArena, native: Native | None, *, poison: bool = False) -> None:
-        super().__init__(layout)
+    def __init__(
+        self,
+        layout: Layout,
+        arena: SharedArena,
+        native: Native | None,
+        *,
+        poison: bool = False,
+        reducer: Reducer | None = None,
+    ) -> None:
+        super().__init__(layout, reducer)
         self.code: Code = generate(layout, poison=poison)
         self._arena = arena
         self._native = native
@@ -55,6 +64,7 @@ class Executor(Replay):
             "look": look,
             "same_value": same_value,
             "changed": HeldValueChanged,
+            "reduce": self._reduce(self._arena.tensor) if self._reducer is not None else None,
             "whole": self._arena.tensor[: self.layout.arena_bytes],
         }
         self._compute, self._update, _ = self.code.bind(self._arena.tensor, self.layout, self.program.externals, extra)
@@ -68,6 +78,22 @@ class Executor(Replay):
                 first.append(len(sizes))
             self._script = self._native.script(first, sizes, offsets, self._arena.mapped, self._cell)
         self._generation = self._arena.generation
+
+    def _reduce(self, arena: torch.Tensor) -> Callable[[int], None]:
+        """Hands over bucket i: the slices lie side by side in the arena, so each bucket is one tensor."""
+        reducer, buckets = self._reducer, []
+        assert reducer is not None
+        for op in self.program.ops:
+            if op.target is Special.REDUCE:
+                _, numel, members = op.args
+                held = tuple(regions(members))
+                first, last = held[0], held[-1]
+                start, dtype = arena.storage_offset() + self.layout.offsets[first.buffer], first.dtype
+                end = arena.storage_offset() + self.layout.offsets[last.buffer] + last.numel * dtype.itemsize
+                assert end - start == numel * dtype.itemsize, "the group expects a bucket of another size"
+                flat = torch.empty(0, dtype=dtype, device="cpu")
+                buckets.append([flat.set_(arena.untyped_storage(), start // dtype.itemsize, (numel,), (1,))])
+        return lambda index: reducer.ready(index, buckets[index])
 
     def _land(self, result: torch.Tensor, home: torch.Tensor) -> None:
         home.copy_(result)

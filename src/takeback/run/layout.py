@@ -9,16 +9,16 @@ The layout has passed the validator and the borrow check, or an error is raised 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from takeback.capture.program import BufferId, Op, Phase, Program, Region, Special, show_op
 from takeback.errors import BorrowError
 from takeback.ownership import borrow
 from takeback.ownership.facts import EMPTY
 from takeback.ownership.lifetimes import Lifetime, lifetimes
-from takeback.passes.draft import Draft, Overwrites, slot_of
-from takeback.plan import Item, ItemId, Problem, lower_bound_bytes, solve, validate
+from takeback.passes.draft import Draft, Fresh, Overwrites, Packed, Refusal, slot_of
+from takeback.plan import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes, solve, validate
 from takeback.run.calls import Kind, kind_of
 
 PASS = -1  #: an entry that goes to the ordinary allocator
@@ -83,8 +83,7 @@ def lay_out(draft: Draft) -> Layout:
                 base = ticks[position] + 1
                 items.append(Item(ItemId(following), scratch.size_bytes, base + scratch.start, base + scratch.end))
                 following += 1
-    problem = Problem(tuple(items))
-    solution = solve(problem)
+    draft, problem, solution = _solve(draft, tuple(items), span)
     validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
     entries: list[tuple[Entry, ...]] = []
@@ -112,6 +111,39 @@ def lay_out(draft: Draft) -> Layout:
     )
     borrow.check(effects(layout))
     return layout
+
+
+def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
+    """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
+    if that makes the arena smaller; then the draft says so."""
+    problem = Problem(items, packs=_packs(draft, slots))
+    solution = solve(problem)
+    needed = draft.program.flags is not None  # a group reduces them in one piece
+    if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
+        return draft, problem, solution
+    loose = Problem(items)
+    other = solve(loose)
+    more = solution.arena_bytes - other.arena_bytes
+    if more <= 0:
+        return draft, problem, solution
+    placements = dict(draft.placements)
+    refusals: list[Refusal] = []
+    for b in slots:
+        if isinstance(placements.get(b), Packed):
+            placements[b] = Fresh()
+            size = draft.program.buffers[b].size_bytes
+            refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
+    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+
+
+def _packs(draft: Draft, slots: Collection[BufferId]) -> tuple[Pack, ...]:
+    """The flat buffers of which some slices are alive at some time."""
+    packs: dict[str, list[tuple[ItemId, int]]] = {}
+    for b in slots:
+        placement = draft.placements.get(b)
+        if isinstance(placement, Packed):
+            packs.setdefault(placement.buffer, []).append((ItemId(b), placement.offset_bytes))
+    return tuple(Pack(tuple(members)) for _, members in sorted(packs.items()))
 
 
 def _check_form(program: Program) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from takeback.capture.program import BufferId, Phase, Program, Region, Role, Special
 from takeback.capture.randomness import default_generators, generator_key
+from takeback.parallel import Reducer
 from takeback.run.codegen import HeldValueChanged, over
 from takeback.run.commit import Gate
 from takeback.run.layout import Layout
@@ -34,8 +35,9 @@ class Counters:
 class Replay:
     """A layout, ready to run on one thread at a time. A subclass says where its values live."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, reducer: Reducer | None = None) -> None:
         self.layout = layout
+        self._reducer = reducer  #: takes the buckets of gradients as they become complete
         self.program: Program = layout.draft.program
         self.counters = Counters()
         borrowed = written_before_update(self.program)
@@ -102,12 +104,16 @@ class Replay:
         finish: Callable[[], None] | None = None,
         *,
         inspect: Callable[[], None] | None = None,
+        reduced: Callable[[], Callable[[], None] | None] | None = None,
         log: bool = False,
     ) -> None:
         """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
-        own step(). `inspect` is called before it: what it raises takes the step back. Raises `HeldValueChanged`, with
-        everything as before, if a held value is another one."""
+        own step(). `inspect` is called before it: what it raises takes the step back. With a group, nothing is sent
+        before that, and then `reduced` waits for it; what it returns is run in place of the planned update. Raises
+        `HeldValueChanged`, with everything as before, if a held value is another one."""
         self._prepare_(log=log)
+        if self._reducer is not None:
+            self._reducer.begin(hold=inspect is not None)
         self.counters = Counters()
         batch = [t.detach() for t in leaves]
         mode = torch.is_grad_enabled()
@@ -126,9 +132,12 @@ class Replay:
                     self._compute_(batch)
                     if inspect is not None:
                         inspect()
+                    instead = reduced() if reduced is not None else None
                     gate.open = False
                     # From here on the step is being committed, and Ctrl-C waits.
-                    self._update_(batch, scalars)
+                    if instead is None:
+                        self._update_(batch, scalars)
+                    finish = instead or finish
                     if finish is not None:
                         self._leave_()
                         torch._C._set_grad_enabled(mode)

@@ -14,6 +14,7 @@ import torch
 
 from takeback.capture.program import BufferId, Op, Region, Role, Scratch
 from takeback.errors import CaptureError
+from takeback.parallel import Reducer
 from takeback.passes.draft import Draft, Fresh, Overwrites, Refusal
 from takeback.run.calls import Kind, kind_of
 from takeback.run.codegen import HeldValueChanged, look, over, same_value
@@ -53,8 +54,8 @@ class _Bound:
 class StreamExecutor(Replay):
     """A layout whose values are allocated as they are made."""
 
-    def __init__(self, layout: Layout, *, poison: bool = False) -> None:
-        super().__init__(layout)
+    def __init__(self, layout: Layout, *, poison: bool = False, reducer: Reducer | None = None) -> None:
+        super().__init__(layout, reducer)
         self._poison = poison
         self._meter: Meter | NoMeter = meter_for(self.program.device)
         self._landed: dict[int, None] = {}
@@ -132,6 +133,7 @@ class StreamExecutor(Replay):
                 "look": look,
                 "same_value": same_value,
                 "changed": HeldValueChanged,
+                "reduce": None if self._reducer is None else self._reducer.ready,
             },
         )
 

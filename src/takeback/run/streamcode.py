@@ -55,7 +55,7 @@ class StreamCode:
         return compute, update
 
 
-HELPERS = ("as_strided", "empty_strided", "over", "raw", "fit", "begin", "seen", "poison")
+HELPERS = ("as_strided", "empty_strided", "over", "raw", "fit", "begin", "seen", "poison", "reduce")
 """What the code calls besides kernels, given by the executor."""
 
 
@@ -188,6 +188,11 @@ class _StreamEmitter(Emitter):
         for region in (*op.outputs, *op.inputs):
             self._place_(region)
         return super()._lines(op, kind, position)
+
+    def _handover(self, op: Op) -> list[str]:
+        number, _, members = op.args
+        assert isinstance(members, tuple)
+        return [f"reduce({number}, [{', '.join(self.argument(m) for m in members)}])"]
 
     def _functional(self, op: Op, target: torch._ops.OpOverload, position: int) -> list[str]:
         for region in op.inputs:

@@ -125,8 +125,9 @@ def compare(
             )
 
 
-def prove_recording(recipe: Recipe, got: Capture) -> None:
-    """Runs the recorded forward and backward again without the recorder, and compares. Eager's results are what stays.
+def prove_recording(recipe: Recipe, got: Capture, *, unclipped: bool = False) -> None:
+    """Runs the recorded forward and backward again without the recorder, and compares. Eager's results are what stays;
+    `unclipped`: its gradients as they were before they were clipped, for whoever has to average them first.
 
     torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way.
     """
@@ -144,10 +145,13 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
                 recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
             )
         if recipe.clip_norm is not None:
+            if unclipped:
+                raw.update({p: p.grad.clone() for p in parameters if p.grad is not None})
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
         torch.clear_autocast_cache()
         return digest(loss)
 
+    raw: dict[torch.nn.Parameter, torch.Tensor] = {}
     recorded = digest(got.loss)
     try:
         plain = again()
@@ -165,6 +169,8 @@ def prove_recording(recipe: Recipe, got: Capture) -> None:
                 f"recorded (prod, cross_entropy with weight and label_smoothing), where mode 'exact' could not keep "
                 f"eager's bits."
             )
+        for p, grad in raw.items():
+            p.grad = grad
     except BaseException:
         got.rewind_()
         for p in parameters:
