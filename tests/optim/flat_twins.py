@@ -60,6 +60,7 @@ class Twins:
         groups: Groups | None = None,
         grad_dtype: torch.dtype | None = None,
         kernel: str = "auto",
+        reference: dict[str, Any] | None = None,
     ) -> None:
         self.random = torch.Generator().manual_seed(7)
         self.mine, self.theirs = [], []
@@ -71,7 +72,7 @@ class Twins:
             self.theirs.append(nn.Parameter(value.clone()))
         self.buf = tb.GradBuffer(self.mine, dtype=grad_dtype)
         self.ours = OURS[name](self.buf, groups(self.mine) if groups else None, **settings, kernel=kernel)
-        self.reference = self.fused(name, settings, groups)
+        self.reference = self.fused(name, settings if reference is None else reference, groups)
 
     def fused(self, name: str, settings: dict[str, Any], groups: Groups | None = None) -> torch.optim.Optimizer:
         low = any(p.dtype.itemsize == 2 and p.device.type == "cpu" for p in self.theirs)

@@ -79,20 +79,32 @@ def test_gradients_of_another_dtype_are_rounded_to_the_parameters() -> None:
     twins.train(4)
 
 
+@pytest.mark.parametrize("limit", [0.5, 1e9])
 @pytest.mark.parametrize("name", OURS)
-def test_grad_factor_is_clipping_without_a_write(name: str) -> None:
-    twins = Twins(name, {"lr": 0.1})
+def test_clip_norm_is_clipping_before_the_step(name: str, limit: float) -> None:
+    twins = Twins(name, {"lr": 0.1, "clip_norm": limit}, reference={"lr": 0.1})
     for _ in range(3):
         twins.gradients()
-        flat = twins.buf.flat.clone()
-        twins.ours.grad_factor = torch.tensor(0.37)
+        total = twins.buf.norm()
         for p in twins.theirs:
             assert p.grad is not None
-            p.grad.mul_(twins.ours.grad_factor)
+            p.grad.mul_(torch.clamp(limit / (total + 1e-6), max=1.0))
         twins.ours.step()
         twins.reference.step()
         twins.check()
-        assert same_bits(flat, twins.buf.flat)
+        assert twins.ours.grad_norm == total
+
+
+def test_clip_norm_refuses_scaled_gradients() -> None:
+    twins = Twins("AdamW", {"lr": 0.1, "clip_norm": 1.0}, reference={"lr": 0.1})
+    twins.gradients()
+    before = [p.detach().clone() for p in twins.mine]
+    twins.ours.grad_scale, twins.ours.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    with pytest.raises(OptionError, match=r"call scaler.unscale_\(optimizer\)"):
+        twins.ours.step()
+    assert all(map(torch.equal, before, twins.mine))
+    with pytest.raises(OptionError, match="clip_norm must be a positive number"):
+        OURS["SGD"](twins.buf, clip_norm=-1.0)
 
 
 def test_a_model_trains_as_with_torch() -> None:

@@ -117,8 +117,8 @@ class GradBuffer:
         was assigned from outside is copied into its slice. Every method that reads the buffer begins with this."""
         if self._exchange is not None and self._exchange.under_way:
             raise GradBufferError(
-                "gradients are being averaged over the group: call buf.all_reduce() after the backward, before anything "
-                "reads them."
+                "gradients are being averaged over the group: call buf.all_reduce() after the backward, before they are "
+                "read."
             )
         for slot in self.slots:
             slot.settle()

@@ -78,9 +78,9 @@ class Exchange:
         index = self._bucket_of[slot]
         if slot not in self._waiting[index]:
             raise GradBufferError(
-                f"a second backward reached {slot.name} before all_reduce(): its gradient of the first is being averaged "
-                f"over the group already. Call buf.all_reduce() after each backward; to accumulate, run all but the last "
-                f"under `with buf.no_sync():`."
+                f"a second backward reached {slot.name} before all_reduce(): its gradient of the first is being "
+                f"averaged over the group already. Call buf.all_reduce() after each backward; to accumulate, run all "
+                f"but the last under `with buf.no_sync():`."
             )
         self._waiting[index].remove(slot)
         if not self._waiting[index]:

@@ -50,8 +50,8 @@ class Common:
 class FlatOptimizer:
     """What the three have in common, before torch.optim's class in the order of their bases.
 
-    clip_norm     clips the buffer's gradients by their global norm first, as `buf.clip_`. Our kernel scales them as it reads
-                  them, which costs no pass and leaves them as they are; elsewhere they are scaled in place
+    clip_norm     clips the buffer's gradients by their global norm first, as `buf.clip_`. Our kernel scales them as it
+                  reads them, which costs no pass and leaves them as they are; elsewhere they are scaled in place
     grad_norm     with clip_norm: the norm that the gradients had in the last step
     reasons       for each group that our own kernel did not update in the last step, why
     """
