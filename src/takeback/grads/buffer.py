@@ -117,8 +117,8 @@ class GradBuffer:
         was assigned from outside is copied into its slice. Every method that reads the buffer begins with this."""
         if self._exchange is not None and self._exchange.under_way:
             raise GradBufferError(
-                "gradients are being averaged over the group: call buf.all_reduce() after the backward, before they are "
-                "read."
+                "gradients are being averaged over the group: call buf.all_reduce() after the backward, before "
+                "they are read."
             )
         for slot in self.slots:
             slot.settle()
@@ -148,17 +148,21 @@ class GradBuffer:
                 f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To disable "
                 f"this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        factor = clip_factor(max_norm, total)
+        self.scale_(clip_factor(max_norm, total))
+        return total
+
+    def scale_(self, factor: torch.Tensor) -> GradBuffer:
+        """Multiplies all gradients by a scalar tensor."""
         # On the CPU the factor is known, and one of 1 costs no pass. On a GPU to ask would cost a wait.
-        known = float(factor) if total.device.type == "cpu" else None
+        known = float(factor) if factor.device.type == "cpu" else None
         if known != 1.0:
             for flat, padding in zip(self.flats, self._padding, strict=True):
                 flat.mul_(factor.to(flat.device, flat.dtype))
-                if known is None or math.isnan(known):  # NaN times the zeros between the slices
+                if known is None or not math.isfinite(known):  # NaN times the zeros between the slices
                     flat.index_fill_(0, padding, 0)
             for slot in self.slots:
                 slot.dirty = True
-        return total
+        return self
 
     def isfinite(self) -> torch.Tensor:
         """One boolean: whether no gradient is infinite or NaN."""

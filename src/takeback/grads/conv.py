@@ -52,8 +52,10 @@ class Conv(torch.autograd.Function):
         over = (0, *range(2, dy.dim()))
         dweight = dbias = None
         straight = False
-        if needs_weight and slot is not None and is_product(w, padding, groups) and product_count(dy):
-            added = slot.open()
+        if needs_weight and slot is not None and is_product(w, padding, groups):
+            added = slot.open() if _is_worth_it(dy, x) else None
+            if added is None and not slot.pending:
+                slot.pending = f"{dy.shape[0]} images that are not channels_last: one product for each would be slower"
             if added is not None:
                 _one_by_one_(slot, added, dy, x, stride)
                 slot.close(added)
@@ -85,10 +87,13 @@ def _rows_last(x: torch.Tensor) -> bool:
     return bool(x.movedim(1, -1).is_contiguous())
 
 
-def product_count(dy: torch.Tensor) -> int:
-    """How many products give the weight gradient; 0 if that is too many."""
-    count = 1 if _rows_last(dy) else dy.shape[0]
-    return 0 if dy.is_cuda and count > _MOST_PRODUCTS else count
+def _is_one_product(dy: torch.Tensor, x: torch.Tensor) -> bool:
+    """On a GPU one product is worth a copy of dy or x into rows, where the other lies in rows already."""
+    return _rows_last(dy) or (dy.is_cuda and _rows_last(x))
+
+
+def _is_worth_it(dy: torch.Tensor, x: torch.Tensor) -> bool:
+    return not dy.is_cuda or dy.shape[0] <= _MOST_PRODUCTS or _is_one_product(dy, x)
 
 
 def _one_by_one_(slot: Slot, added: bool, dy: torch.Tensor, x: torch.Tensor, stride: tuple[int, ...]) -> None:
@@ -99,7 +104,7 @@ def _one_by_one_(slot: Slot, added: bool, dy: torch.Tensor, x: torch.Tensor, str
     if slot.view.dtype != dy.dtype and not dy.is_cuda:
         grad = torch.einsum("noi,nci->oc", dy.flatten(2), x.flatten(2))
         land_(slot, added, grad)
-    elif _rows_last(dy):
+    elif _is_one_product(dy, x):
         left = dy.movedim(1, -1).reshape(-1, dy.shape[1]).t()
         product_(slot, added, left, x.movedim(1, -1).reshape(-1, x.shape[1]))
     else:

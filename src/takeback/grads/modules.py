@@ -9,12 +9,14 @@ what comes back from a file, is of the plain class.
 from __future__ import annotations
 
 import copyreg
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from takeback.errors import GradBufferError
@@ -80,28 +82,37 @@ def _conv(self: Conv, input: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """As autocast does it: on CUDA layer_norm, rms_norm and group_norm run in float32, on the CPU as they come."""
+@functools.cache
+def _widens(norm: str) -> bool:
+    """Whether autocast on CUDA runs this norm in float32: it depends on the version of torch, which is asked."""
+    x = torch.zeros(1, 1, 2, device="cuda", dtype=torch.float16)
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16):
+        y = F.group_norm(x, 1) if norm == "group_norm" else getattr(F, norm)(x, (2,))
+    return y.dtype is torch.float32
+
+
+def _wide(x: torch.Tensor, norm: str) -> torch.Tensor:
+    """As autocast does it on CUDA. On the CPU norms are left alone."""
     narrow = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda")
-    return x.float() if narrow else x
+    return x.float() if narrow and _widens(norm) else x
 
 
 def _layer_norm(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
     if not packs(self):
         return _plainly(self, input)
-    return norms.LayerNorm.apply(_wide(input), self.weight, self.bias, self.normalized_shape, self.eps)
+    return norms.LayerNorm.apply(_wide(input, "layer_norm"), self.weight, self.bias, self.normalized_shape, self.eps)
 
 
 def _rms_norm(self: nn.RMSNorm, x: torch.Tensor) -> torch.Tensor:
     if not packs(self):
         return _plainly(self, x)
-    return norms.RMSNorm.apply(_wide(x), self.weight, self.normalized_shape, self.eps)
+    return norms.RMSNorm.apply(_wide(x, "rms_norm"), self.weight, self.normalized_shape, self.eps)
 
 
 def _group_norm(self: nn.GroupNorm, input: torch.Tensor) -> torch.Tensor:
     if not packs(self) or not input.is_contiguous() or not input.numel():
         return _plainly(self, input)
-    return norms.GroupNorm.apply(_wide(input), self.weight, self.bias, self.num_groups, self.eps)
+    return norms.GroupNorm.apply(_wide(input, "group_norm"), self.weight, self.bias, self.num_groups, self.eps)
 
 
 def _batch_norm(self: BatchNorm, input: torch.Tensor) -> torch.Tensor:

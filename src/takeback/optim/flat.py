@@ -142,9 +142,10 @@ class FlatOptimizer:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        scales = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        self.grad_norm = self._norm(scaled=scales[0] is not None)  # first, so that a GPU has something to do meanwhile
         names = [self._names(group) for group in self.param_groups]
         batches = self._as_usual(names) or self._prepared(self._active(), names)
-        scales = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         work = []
         reasons = {}
         for batch in batches:
@@ -155,7 +156,13 @@ class FlatOptimizer:
             if reason:
                 reasons[batch.group] = fused.avoids(device, batch.part.dtype, settings) or reason
             work.append((batch, settings, scaling, not reason))
-        factor = self._clip(in_place=bool(reasons), scaled=scales[0] is not None)
+        factor = None
+        if self.grad_norm is not None:
+            assert self.clip_norm is not None
+            factor = clip_factor(self.clip_norm, self.grad_norm)
+            if reasons:
+                self._buffer.scale_(factor)
+                factor = None
         _count_(batches, None)
         for batch, settings, scaling, ours in work:
             if ours:
@@ -166,8 +173,8 @@ class FlatOptimizer:
             _count_(batches, scales[1])
         self.reasons = reasons
 
-    def _clip(self, *, in_place: bool, scaled: bool) -> Tensor | None:
-        """What our kernel multiplies gradients by; None where nothing is to be clipped any more."""
+    def _norm(self, *, scaled: bool) -> Tensor | None:
+        """What is to be clipped; None without clip_norm."""
         if self.clip_norm is None:
             return None
         if scaled:
@@ -175,11 +182,7 @@ class FlatOptimizer:
                 "clip_norm needs gradients without GradScaler's scale: call scaler.unscale_(optimizer) before "
                 "scaler.step(optimizer). Nothing was updated."
             )
-        if in_place:
-            self.grad_norm = self._buffer.clip_(self.clip_norm)
-            return None
-        self.grad_norm = self._buffer.norm()
-        return clip_factor(self.clip_norm, self.grad_norm)
+        return self._buffer.norm()
 
     def _active(self) -> list[list[Slot]]:
         """The slots that hold a gradient, by group. Raises for a gradient that is anywhere else."""
