@@ -408,6 +408,20 @@ def a_rank_fails(rank: int, group: dist.ProcessGroup) -> None:
 a_rank_fails.timeout_s = 3  # type: ignore[attr-defined]
 
 
+def a_target_is_out_of_reach(rank: int, group: dist.ProcessGroup) -> None:
+    """The step that found it out is taken back on every rank, buffers included."""
+    torch.manual_seed(rank)
+    model = convnet()
+    optimizer = adamw(model)
+    step = tb.compile_step(model, entropy, optimizer, group=group, memory="1KiB")
+    batch = rows(rank, 8, (2, 6, 6))(0)
+    with unchanged(model, optimizer):
+        with pytest.raises(tb.MemoryTargetError):
+            step(*batch)
+        with pytest.raises(tb.ReduceError, match="has failed in an earlier step"):
+            step(*batch)
+
+
 def a_rank_dies(rank: int, group: dist.ProcessGroup) -> None:
     step, model, optimizer = _trained(rank, group)
     if rank == 1:
