@@ -356,6 +356,10 @@ def refused_options(rank: int, group: dist.ProcessGroup) -> None:
             tb.compile_step(model, entropy, adamw(model), group=wrong)
     with pytest.raises(tb.OptionError, match=r"update='early' .* group= averages them"):
         tb.compile_step(model, entropy, adamw(model), group=group, update="early")
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for given in (None, group):
+        with pytest.raises(tb.CaptureError, match="the model is wrapped in DistributedDataParallel"):
+            tb.compile_step(wrapped, entropy, adamw(model), group=given)
     odd = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4))
     with pytest.raises(tb.OptionError, match="SyncBatchNorm"):
         tb.compile_step(odd, entropy, adamw(odd), group=group)
