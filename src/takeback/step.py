@@ -254,6 +254,8 @@ class CompiledStep:
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
                 self._optimizer.step()
+                if self._group is not None:
+                    self._group.commit_()
             except BaseException:
                 gate.open = False
                 if got is not None:
@@ -265,14 +267,14 @@ class CompiledStep:
                 self._make_plan(key, subject, got, leaves)
             except MemoryTargetError:
                 assert before is not None
+                if self._group is not None:
+                    self._group.take_back_()
                 before.restore_()
                 got.rewind_()
                 for p in subject.parameters:
                     p.grad = None
                 raise
             self._drop_grads(subject.parameters)
-            if self._group is not None:
-                self._group.commit_()
         self.grad_norm = norm
         loss = got.loss.clone()
         return (loss, got.aux) if got.has_aux else loss

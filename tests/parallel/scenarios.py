@@ -356,6 +356,10 @@ def refused_options(rank: int, group: dist.ProcessGroup) -> None:
             tb.compile_step(model, entropy, adamw(model), group=wrong)
     with pytest.raises(tb.OptionError, match=r"update='early' .* group= averages them"):
         tb.compile_step(model, entropy, adamw(model), group=group, update="early")
+    wrapped = DistributedDataParallel(model, process_group=group)
+    for given in (None, group):
+        with pytest.raises(tb.CaptureError, match="the model is wrapped in DistributedDataParallel"):
+            tb.compile_step(wrapped, entropy, adamw(model), group=given)
     odd = nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4))
     with pytest.raises(tb.OptionError, match="SyncBatchNorm"):
         tb.compile_step(odd, entropy, adamw(odd), group=group)
@@ -406,6 +410,20 @@ def a_rank_fails(rank: int, group: dist.ProcessGroup) -> None:
 
 
 a_rank_fails.timeout_s = 3  # type: ignore[attr-defined]
+
+
+def a_target_is_out_of_reach(rank: int, group: dist.ProcessGroup) -> None:
+    """The step that found it out is taken back on every rank, buffers included."""
+    torch.manual_seed(rank)
+    model = convnet()
+    optimizer = adamw(model)
+    step = tb.compile_step(model, entropy, optimizer, group=group, memory="1KiB")
+    batch = rows(rank, 8, (2, 6, 6))(0)
+    with unchanged(model, optimizer):
+        with pytest.raises(tb.MemoryTargetError):
+            step(*batch)
+        with pytest.raises(tb.ReduceError, match="has failed in an earlier step"):
+            step(*batch)
 
 
 def a_rank_dies(rank: int, group: dist.ProcessGroup) -> None:

@@ -24,6 +24,7 @@ TWO = [
     "other_models",
     "refused_options",
     "ranks_agree",
+    "a_target_is_out_of_reach",
     "a_rank_fails",
     "a_rank_is_caught_by_its_proof",
 ]

@@ -28,6 +28,11 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
             "LBFGS evaluates the loss several times in one step through a closure, so it is not one forward, backward "
             "and update. Use it in eager."
         )
+    if any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules()):
+        raise CaptureError(
+            "the model is wrapped in DistributedDataParallel, which averages gradients where no recorder sees it, so a "
+            "replay would not. Pass the module inside it (model.module), and the process group as group=."
+        )
     known = {id(p) for p in model.parameters()}
     for g, group in enumerate(optimizer.param_groups):
         for i, p in enumerate(group["params"]):

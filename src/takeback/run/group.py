@@ -80,6 +80,10 @@ class Group:
         """The step has been made."""
         self._open = False
 
+    def take_back_(self) -> None:
+        """The step that was made is being undone on this rank."""
+        self._open = True
+
     def mine(self, grads: Collection[int]) -> frozenset[int]:
         """Those of `grads` that are averaged: a parameter without elements is not."""
         return frozenset(grads) & self._parameters.keys()
