@@ -13,7 +13,8 @@ import torch
 
 from takeback.capture.program import Argument, Buffer, BufferId, HyperScalar, Op, Phase, Program, Region, Role
 from takeback.capture.record import Recorder
-from takeback.capture.update import UpdateWriter, write_update
+from takeback.capture.update import write_update
+from takeback.capture.writer import UpdateWriter
 
 aten = torch.ops.aten
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
