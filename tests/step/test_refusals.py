@@ -528,7 +528,11 @@ def test_report_before_the_first_step_says_so() -> None:
         ({"update": "early", "keep_grads": True}, "keep_grads=True keeps them to the end"),
         ({"update": "soon"}, "update must be one of 'end', 'early', got 'soon'"),
         ({"update": "late"}, "update must be one of 'end', 'early', got 'late'"),
-        ({"scaler": object()}, "scaler= is not supported in this version"),
+        ({"scaler": 65536.0}, "scaler must be a torch.amp.GradScaler or None, got 65536.0"),
+        (
+            {"update": "early", "scaler": torch.amp.GradScaler("cpu")},
+            "scaler= skips every update if one of them is not",
+        ),
         ({"group": object()}, "group= is not supported in this version"),
         ({"accumulate": 0}, "accumulate must be a whole number of at least 1, got 0"),
         ({"accumulate": -2}, "accumulate must be a whole number"),

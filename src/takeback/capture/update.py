@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.capture.program import HyperScalar, Op, Phase, Program, Region, Role
+from takeback.capture.scaling import Scaling
 from takeback.capture.writer import Formula, Group, UpdateWriter
 
 aten = torch.ops.aten
@@ -188,6 +189,7 @@ def _sgd_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool)
         "nesterov": group["nesterov"],
         "maximize": False,
         "is_first_step": False,
+        **w.scaled,
     }
     # torch marks the gradients as written too: the kernel scales them in place when there is a grad_scale.
     written = tuple(r.buffer for r in (*parameters, *grads, *bufs))
@@ -277,13 +279,49 @@ def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupl
         "weight_decay": _named(w, "weight_decay"),
         "eps": _named(w, "eps"),
         "maximize": False,
+        **w.scaled,
     }
     target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
     written = tuple(r.buffer for r in (*parameters, *grads, *m, *v))
     w.ops.append(Op(target, (parameters, grads, m, v, (), steps), kwargs, (), written, Phase.UPDATE))
+    if w.scaled:
+        w.write(aten._foreach_sub_.List, steps, (w.scaled["found_inf"],) * len(steps))
+
+
+# -- with a scaler -----------------------------------------------------------------------------------------------
+
+
+def _for_kernels(w: UpdateWriter, program: Program, scaling: Scaling) -> dict[str, Region]:
+    """What GradScaler.step sets on an optimizer whose kernels skip the update themselves."""
+    assert program.found_inf is not None
+    given: dict[str, Region] = {"found_inf": w.make(aten.add.Tensor, program.found_inf, 0)}
+    if scaling.divides:
+        scale = w.borrow(scaling.scale_tensor, Role.STATE, "scaler.scale")
+        given["grad_scale"] = w.make(aten.mul.Tensor, scale, 1)
+    return given
+
+
+def lacks_state(optimizer: torch.optim.Optimizer, updated: Sequence[torch.nn.Parameter]) -> bool:
+    """True if a state that `write_update` names is not there: no step of the optimizer has been run yet, because a
+    scaler skipped it."""
+    kind, ours = _kind(optimizer), {id(p) for p in updated}
+    return any(
+        optimizer.state.get(p, {}).get(name) is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for name in (_states(kind, group) if id(p) in ours else ())
+    )
 
 
 # -- putting it together -----------------------------------------------------------------------------------------
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return "sgd" if type(optimizer) is torch.optim.SGD else "adam"
+
+
+def _states(kind: str, group: Group) -> tuple[str, ...]:
+    return _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
 
 
 def write_update(
@@ -293,12 +331,16 @@ def write_update(
     names: Mapping[int, str],
     *,
     one_by_one: bool = False,
+    scaling: Scaling | None = None,
 ) -> tuple[Program, Update]:
     """The program with the optimizer's update appended. Call only if `own_step_reason` gave None. `one_by_one`: foreach
-    and fused kernels are called for each parameter by itself, so that each update may run at a time of its own."""
+    and fused kernels are called for each parameter by itself, so that each update may run at a time of its own.
+    `scaling`: the kernels that skip the update themselves are told of the program's `found_inf`."""
     w = UpdateWriter(program)
-    kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
+    kind = _kind(optimizer)
     position = {id(p): i for i, p in enumerate(parameters)}
+    if scaling is not None and scaling.in_kernel:
+        w.scaled = _for_kernels(w, program, scaling)
     for index, group in enumerate(optimizer.param_groups):
         w.group = index
         slices: list[_Slice] = []
@@ -307,9 +349,8 @@ def write_update(
             if grad is None:
                 continue
             table = optimizer.state[p]
-            wanted = _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
             states: dict[str, Region] = {}
-            for name in wanted:
+            for name in _states(kind, group):
                 w.watched.append((p, name, table[name]))
                 states[name] = w.borrow(table[name], Role.STATE, f"{names[id(p)]}.{name}")
             parameter = w.borrow(p, Role.PARAMETER, names[id(p)])

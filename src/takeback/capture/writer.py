@@ -38,6 +38,7 @@ class UpdateWriter:
         self.formulas: list[Formula] = []
         self.watched: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
         self.group = 0  #: the parameter group being written
+        self.scaled: dict[str, Region] = {}  #: what fused kernels are given by a scaler
         self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
 
     def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:

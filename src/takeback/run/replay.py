@@ -67,6 +67,11 @@ class Replay:
         life = self.layout.alive.get(region.buffer)
         return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
 
+    def found_inf(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the scaler's check of the gradients found, from the end of the backward to the end of the step."""
+        assert self.program.found_inf is not None
+        return self.tensor(self.program.found_inf, leaves)
+
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor for the caller: nobody writes it afterwards."""
         return self.tensor(region, leaves).clone()
@@ -102,11 +107,13 @@ class Replay:
         finish: Callable[[], None] | None = None,
         *,
         inspect: Callable[[], None] | None = None,
+        skips: Callable[[], bool] | None = None,
         log: bool = False,
-    ) -> None:
+    ) -> bool:
         """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
-        own step(). `inspect` is called before it: what it raises takes the step back. Raises `HeldValueChanged`, with
-        everything as before, if a held value is another one."""
+        own step(), a scaler's update(). `inspect` is called before it: what it raises takes the step back. Then `skips`
+        is asked whether to leave out the planned update, as a scaler does for gradients that are not finite. Gives
+        whether it was run. Raises `HeldValueChanged`, with everything as before, if a held value is another one."""
         self._prepare_(log=log)
         self.counters = Counters()
         batch = [t.detach() for t in leaves]
@@ -126,9 +133,11 @@ class Replay:
                     self._compute_(batch)
                     if inspect is not None:
                         inspect()
+                    updates = skips is None or not skips()
                     gate.open = False
                     # From here on the step is being committed, and Ctrl-C waits.
-                    self._update_(batch, scalars)
+                    if updates:
+                        self._update_(batch, scalars)
                     if finish is not None:
                         self._leave_()
                         torch._C._set_grad_enabled(mode)
@@ -150,6 +159,7 @@ class Replay:
             torch._C._set_grad_enabled(mode)
             for device in autocasts:
                 torch.set_autocast_enabled(device, True)
+        return updates
 
 
 def generators_of(program: Program) -> tuple[torch.Generator, ...]:
