@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from takeback.errors import OptionError
 from takeback.parallel import check_group
 
@@ -46,12 +48,17 @@ class Options:
         limit = self.solve_s
         if not isinstance(limit, int | float) or isinstance(limit, bool) or not 0 < limit < float("inf"):
             raise OptionError(f"solve_s must be a positive number of seconds, got {limit!r}")
+        if self.scaler is not None:
+            _check_scaler(self.scaler)
         if self.update == "early":
             self._check_early()
-        if self.scaler is not None:
-            raise OptionError("scaler= is not supported in this version. Leave it at None.")
         if self.group is not None:
             check_group(self.group)
+            if self.scales:
+                raise OptionError(
+                    "scaler= and group= do not go together yet: gradients are unscaled before they are averaged. Use "
+                    "one of them, or bfloat16 without a scaler."
+                )
         for name in ("keep_grads", "poison"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -67,6 +74,11 @@ class Options:
         """True if `memory` names a peak that may be out of reach."""
         return self.memory not in ("auto", "min", "keep")
 
+    @property
+    def scales(self) -> bool:
+        """True if there is a scaler that does something."""
+        return isinstance(self.scaler, torch.amp.GradScaler) and bool(self.scaler.is_enabled())
+
     def _check_early(self) -> None:
         if self.clip_norm is not None:
             raise OptionError(_early_needs(f"clip_norm={self.clip_norm!r} needs the norm of all of them"))
@@ -76,10 +88,27 @@ class Options:
             raise OptionError(_early_needs("group= averages them over the ranks first, in a few large buckets"))
         if self.keep_grads:
             raise OptionError(_early_needs("keep_grads=True keeps them to the end"))
+        if self.scales:
+            raise OptionError(_early_needs("scaler= skips every update if one of them is not finite"))
 
 
 def _early_needs(what: str) -> str:
     return f"update='early' updates each parameter before all gradients are known, but {what}. Use update='end'."
+
+
+def _check_scaler(scaler: object) -> None:
+    known = torch.amp.GradScaler
+    if not isinstance(scaler, known):
+        raise OptionError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+    kind = type(scaler)
+    own = kind.__mro__[: kind.__mro__.index(known)]
+    changed = [name for base in own for name in vars(base) if callable(getattr(known, name, None))]
+    changed = [name for name in changed if not name.startswith("__")]
+    if changed:
+        raise OptionError(
+            f"scaler is a {kind.__qualname__}, which has a {changed[0]}() of its own, and a replay runs no Python, so "
+            f"it would not be called. Use torch.amp.GradScaler."
+        )
 
 
 def memory_target(memory: str) -> float | int:

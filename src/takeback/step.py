@@ -23,9 +23,10 @@ from takeback.budget import Planned, check_early, plan_within
 from takeback.capture import subject as subjects
 from takeback.capture.batch import map_leaves, take_apart
 from takeback.capture.program import Op, Program, Region
+from takeback.capture.scaling import Scaling
 from takeback.capture.session import AuxSlot, Capture, Subject, capture
 from takeback.capture.twin import disproof
-from takeback.capture.update import Update, own_step_reason, write_update
+from takeback.capture.update import Update, lacks_state, own_step_reason, write_update
 from takeback.capture.watch import Watch, ambient
 from takeback.errors import CaptureError, MemoryTargetError
 from takeback.explain.report import Measured, Report, build_report
@@ -55,7 +56,7 @@ def compile_step(
     update: str = "end",
     accumulate: int = 1,
     clip_norm: float | None = None,
-    scaler: object | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     group: object | None = None,
     keep_grads: bool = False,
     verify_every: int = 0,
@@ -76,6 +77,8 @@ def compile_step(
                   gradient is complete, so that gradients hardly exist at the same time
     accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
+    scaler        a torch.amp.GradScaler: scales the loss for the backward, unscales the gradients, skips the update if
+                  one is not finite, and updates the scale. The returned loss and step.grad_norm are unscaled
     group         a torch.distributed process group, each of whose ranks calls the step with its own part of the batch:
                   gradients are averaged as DistributedDataParallel averages them; see docs/parallel.md
     keep_grads    leaves a copy of the gradients in `.grad` after each step; otherwise `.grad` is None
@@ -117,6 +120,7 @@ class Plan:
     refusals: tuple[Refusal, ...]
     names: tuple[str, ...]
     proved: bool = False  #: compared with eager, bit for bit
+    awaits_state: bool = False  #: its update is not planned because the scaler skipped the optimizer's first step
     rehearsals: int = 0
 
     def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
@@ -151,6 +155,8 @@ class CompiledStep:
         self._held_misses = 0  #: recordings in a row because no plan held the values that the step read into Python
         self._news = subjects.NewPlans()
         self._group = Group(model, options.group) if options.group is not None else None
+        clips = options.clip_norm is not None
+        self._scaling = Scaling(options.scaler, optimizer, clips=clips) if options.scales else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
@@ -160,7 +166,7 @@ class CompiledStep:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, batch_key = take_apart((args, kwargs))
-        key = (batch_key, ambient())
+        key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
         for plan in tuple(self._plans):
             if plan.key == key and plan.holds(leaves):
@@ -198,7 +204,16 @@ class CompiledStep:
 
     def _recipe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         options = self.options
-        return Recipe(self._model, self._loss_fn, self._optimizer, args, kwargs, options.accumulate, options.clip_norm)
+        return Recipe(
+            self._model,
+            self._loss_fn,
+            self._optimizer,
+            args,
+            kwargs,
+            options.accumulate,
+            options.clip_norm,
+            self._scaling,
+        )
 
     def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
@@ -237,10 +252,12 @@ class CompiledStep:
             leaves,
             accumulate=self.options.accumulate,
             clip_norm=self.options.clip_norm,
+            scaling=self._scaling,
         )
         self._news.note(key)
         check_early(self.options, self._optimizer)
-        before = Snapshot(subject.parameters, self._optimizer) if self.options.has_target else None
+        held = [t for _, t in self._scaling.tensors] if self._scaling is not None else ()
+        before = Snapshot(subject.parameters, self._optimizer, held) if self.options.has_target else None
         with Gate() as gate:
             got: Capture | None = None
             try:
@@ -253,7 +270,10 @@ class CompiledStep:
                     norm = self._clipped(subject.parameters)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
-                self._optimizer.step()
+                if self._scaling is None:
+                    self._optimizer.step()
+                else:
+                    self._scaling.step_(self._scaling.found_inf)
                 if self._group is not None:
                     self._group.commit_()
             except BaseException:
@@ -282,22 +302,30 @@ class CompiledStep:
     def _make_plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> None:
         program, refusals = got.program, []
         update: Update | None = None
-        reason = own_step_reason(self._optimizer) or disproof(self._optimizer)
+        scaling = self._scaling
+        reason = own_step_reason(self._optimizer) or (scaling.own_step_reason() if scaling is not None else None)
+        reason = reason or disproof(self._optimizer, scaling)
+        updated = [subject.parameters[i] for i in program.grads]
+        awaits = scaling is not None and reason is None and lacks_state(self._optimizer, updated)
+        if awaits:
+            reason = "the scaler skipped the optimizer's first step, so there is no state yet; planned once there is"
         if reason is None:
             early = self.options.update == "early"
             program, update = write_update(
-                program, self._optimizer, subject.parameters, subject.names, one_by_one=early
+                program, self._optimizer, subject.parameters, subject.names, one_by_one=early, scaling=scaling
             )
         else:
             refusals.append(Refusal("plan the update", type(self._optimizer).__name__, program.loss.buffer, 0, reason))
         keep = self.options.keep_grads or update is None
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
+        kept |= frozenset((program.found_inf.buffer,) if program.found_inf is not None else ())
         sharing = self._group.sharing if self._group is not None else None
         planned = plan_within(program, kept, self.options, streams=self._streams, sharing=sharing)
         executor = self._executor(planned.layout)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
         plan = Plan(key, watch, update, executor, planned, program, got.aux_form, got.has_aux, tuple(refusals), names)
+        plan.awaits_state = awaits
         self._plans.insert(0, plan)
         del self._plans[self.options.max_plans :]
         self._last = plan
@@ -315,6 +343,7 @@ class CompiledStep:
         rehearse = plan.rehearsals < 2
         scalars = plan.update.scalars() if plan.update is not None else ()
         program, group = executor.program, self._group
+        skips, rescale = self._scaled(plan, leaves)
         grads = dict(program.grads)
         replaced = False  #: the planned update was for other gradients than there are
 
@@ -333,12 +362,18 @@ class CompiledStep:
         def finish() -> None:
             if plan.update is None or replaced:
                 self._own_step(plan, leaves, grads, clip=replaced)
+            elif rescale is not None:
+                rescale()
             if group is not None:
                 group.commit_()
 
-        last = finish if plan.update is None or group is not None else None
-        executor.run(
-            leaves, scalars, last, inspect=inspect, reduced=reduced if group is not None else None, log=rehearse
+        last = finish if plan.update is None or group is not None or rescale is not None else None
+        updated = executor.run(
+            *(leaves, scalars, last),
+            inspect=inspect,
+            reduced=reduced if group is not None else None,
+            skips=skips,
+            log=rehearse,
         )
         loss = executor.give(program.loss, leaves)
         aux = [self._returned(executor, r, leaves) for r in program.aux]
@@ -348,11 +383,13 @@ class CompiledStep:
             region = grads.get(i) if self.options.keep_grads else None
             p.grad = executor.give(region, leaves) if region is not None else None
         executor.release_()
-        if rehearse:
+        if rehearse and updated:
             self._rehearsed(plan)
         if self._plans[0] is not plan:
             self._plans.remove(plan)
             self._plans.insert(0, plan)
+        if plan.awaits_state and not lacks_state(self._optimizer, [plan.watch.parameters[i] for i in program.grads]):
+            self._plans.remove(plan)  # there is state now: the next step is recorded with its update in the plan
         self._last = plan
         self._held_misses = 0
         self._news.steady()
@@ -377,7 +414,10 @@ class CompiledStep:
         try:
             if clip:
                 self.grad_norm = self._clipped(plan.watch.parameters)
-            self._optimizer.step()
+            if self._scaling is None:
+                self._optimizer.step()
+            else:
+                self._scaling.step_(plan.executor.found_inf(leaves))
         except BaseException:
             for p in plan.watch.parameters:
                 p.grad = None  # they look into the arena
@@ -389,6 +429,17 @@ class CompiledStep:
             return None
         wanted = [p for p in parameters if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(wanted, self.options.clip_norm)
+
+    def _scaled(
+        self, plan: Plan, leaves: Sequence[torch.Tensor]
+    ) -> tuple[Callable[[], bool] | None, Callable[[], None] | None]:
+        """With a scaler: what says whether to skip the planned update, unless its kernels see to that themselves, and
+        what updates the scale after it."""
+        scaling, executor = self._scaling, plan.executor
+        if scaling is None or plan.update is None:
+            return None, None
+        skips = None if scaling.in_kernel else lambda: bool(executor.found_inf(leaves).item())
+        return skips, lambda: scaling.update_(executor.found_inf(leaves))
 
     def _drop_grads(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if not self.options.keep_grads:

@@ -207,6 +207,7 @@ class Program:
     aux: tuple[Region, ...] = ()
     grads: Mapping[int, Region] = field(default_factory=dict)  #: by position among the model's parameters
     grad_norm: Region | None = None
+    found_inf: Region | None = None  #: with a scaler: not 0 if a gradient is not finite; last of the backward
     eager_death: Mapping[BufferId, int] = field(default_factory=dict)  #: the op before which eager had freed it
     slices: Mapping[int, Region] = field(default_factory=dict)  #: with a group: of every trainable parameter
     flags: Region | None = None  #: with a group: which of these have a gradient

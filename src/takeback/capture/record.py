@@ -433,7 +433,7 @@ class Recorder(TorchDispatchMode):
             aux,
             dict(grads),
             grad_norm,
-            {b: shift(p) for b, p in self._death.items()},
+            eager_death={b: shift(p) for b, p in self._death.items()},
         )
 
 

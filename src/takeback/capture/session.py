@@ -12,7 +12,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from takeback.capture.leaks import watch_leaks
 from takeback.capture.program import Phase, Program, Role
 from takeback.capture.randomness import default_generators
 from takeback.capture.record import Recorder
+from takeback.capture.scaling import Scaling
 from takeback.capture.scratch import AllocatorEvent
 from takeback.errors import CaptureError
 
@@ -60,6 +61,7 @@ class Subject:
     states: tuple[tuple[torch.Tensor, str], ...] = ()
     accumulate: int = 1
     clip_norm: float | None = None
+    scaling: Scaling | None = None
 
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
@@ -69,6 +71,8 @@ class Subject:
             found.setdefault(b, (Role.BUFFER, name))
         for t, name in self.states:
             found.setdefault(t, (Role.STATE, name))
+        if self.scaling is not None:
+            found[self.scaling.scale_tensor] = (Role.STATE, "scaler.scale")
         return found
 
 
@@ -149,8 +153,10 @@ def _run(
     kwargs: dict[str, Any],
     reachable: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, Any, bool, torch.Tensor | None]:
-    """The eager recipe: forward, backward, sum over microbatches, clip."""
-    count = subject.accumulate
+    """The eager recipe: forward, backward, sum over microbatches, unscale, clip."""
+    count, scaling = subject.accumulate, subject.scaling
+    if scaling is not None:
+        scaling.begin_()
     total: torch.Tensor | None = None
     parts: list[Any] = []
     has_aux = False
@@ -163,13 +169,17 @@ def _run(
             _check_loss(loss, subject, first=index == 0)
             _check_leaves(loss, subject, reachable)
             parts.append(aux)
-            scaled = loss if count == 1 else loss / count
+            part = loss if count == 1 else loss / count
+            root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
-            _backward(scaled)
-            detached = scaled.detach()
+            _backward(root)
+            detached = part.detach()
             total = detached if total is None else total + detached
-            del loss, out, scaled
-        recorder.phase = Phase.UPDATE
+            del loss, out, part, root
+        if scaling is None:
+            recorder.phase = Phase.UPDATE
+        else:
+            scaling.unscale_()  # still the backward, and so is clipping: eager does both, then decides on the update
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
     assert total is not None
@@ -270,7 +280,8 @@ def _settle(
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = tensors_of(aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
-    keep = [loss, *aux_tensors, *grads.values(), *([norm] if norm is not None else [])]
+    found_inf = subject.scaling.found_inf if subject.scaling is not None else None
+    keep = [loss, *aux_tensors, *grads.values(), *(t for t in (norm, found_inf) if t is not None)]
 
     def refuse(reason: str) -> None:
         recorder.undo_()
@@ -314,6 +325,8 @@ def _settle(
         recorder.region(norm) if norm is not None else None,
         events,
     )
+    if found_inf is not None:
+        program = replace(program, found_inf=recorder.region(found_inf))
     aux = map_tensors(aux, lambda t: t.detach())
     counter = iter(range(len(aux_tensors)))
     form = map_tensors(aux, lambda _: AuxSlot(next(counter)))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from takeback.capture.guards import hooks_on
+from takeback.capture.scaling import Scaling
 from takeback.capture.session import Subject
 from takeback.errors import CaptureError
 
@@ -67,6 +68,7 @@ def build(
     *,
     accumulate: int,
     clip_norm: float | None,
+    scaling: Scaling | None = None,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     check(model, loss_fn, optimizer)
@@ -105,7 +107,7 @@ def build(
         for name, value in table.items()
         if isinstance(value, torch.Tensor)
     )
-    return Subject(model, loss_fn, tuple(model.parameters()), names, states, accumulate, clip_norm)
+    return Subject(model, loss_fn, tuple(model.parameters()), names, states, accumulate, clip_norm, scaling)
 
 
 class NewPlans:

@@ -13,14 +13,17 @@ import torch
 
 from takeback.capture.program import Argument, Buffer, BufferId, HyperScalar, Op, Phase, Program, Region, Role
 from takeback.capture.record import Recorder
-from takeback.capture.update import UpdateWriter, write_update
+from takeback.capture.scaling import Scaling
+from takeback.capture.update import write_update
+from takeback.capture.writer import UpdateWriter
 
 aten = torch.ops.aten
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
 
 
-def disproof(optimizer: torch.optim.Optimizer) -> str | None:
-    """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference."""
+def disproof(optimizer: torch.optim.Optimizer, scaling: Scaling | None = None) -> str | None:
+    """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference. `scaling`: the
+    step is taken through a scaler."""
     groups, grads, names = [], [], {}
     for g, group in enumerate(optimizer.param_groups):
         device = next((p.device for p in group["params"]), None)
@@ -43,16 +46,25 @@ def disproof(optimizer: torch.optim.Optimizer) -> str | None:
         for name, value in twin.state[p].items():
             if isinstance(value, torch.Tensor):
                 known[value] = (Role.STATE, f"{names[id(p)]}.{name}")
+    twin_scaling = scaling.twin(twin) if scaling is not None else None
+    found_inf = torch.zeros((), device=grads[0].device)
+    known[found_inf] = (Role.CLOSURE, "found_inf")
+    if twin_scaling is not None:
+        known[twin_scaling.scale_tensor] = (Role.STATE, "scaler.scale")
     empty = Program((), {}, {}, {}, Region(BufferId(0), torch.float32, (), (), 0))
     recorder = Recorder(known, ())
     base = UpdateWriter(empty)
     regions = {i: base.borrow(p.grad, Role.CLOSURE, f"{names[id(p)]}.grad") for i, p in enumerate(grads)}
-    empty = replace(empty, buffers=base.buffers, externals=base.externals, grads=regions)
-    written, update = write_update(empty, twin, grads, names)
+    checked = base.borrow(found_inf, Role.CLOSURE, "found_inf")
+    empty = replace(empty, buffers=base.buffers, externals=base.externals, grads=regions, found_inf=checked)
+    written, update = write_update(empty, twin, grads, names, scaling=twin_scaling)
     scalars = update.scalars()
     recorder.phase = Phase.UPDATE
     with recorder:
-        twin.step()
+        if twin_scaling is not None:
+            twin_scaling.optimize_(found_inf)
+        else:
+            twin.step()
     ours = _canonical(written.ops, written.buffers, scalars)
     # torch.tensor(1.0) inside the optimizer is a constant here, and a copy of one to the recorder.
     lifted = {
@@ -76,7 +88,7 @@ def disproof(optimizer: torch.optim.Optimizer) -> str | None:
 def _canonical(
     ops: Sequence[Op], buffers: Mapping[BufferId, Buffer], scalars: Sequence[float]
 ) -> list[tuple[object, ...]]:
-    """Ops as comparable data: borrowed buffers by name, internal ones by order of appearance."""
+    """Ops as comparable data: borrowed buffers by name, internal ones by the order in which they are made."""
     order: dict[BufferId, int] = {}
 
     def show(arg: Argument) -> object:
@@ -97,4 +109,8 @@ def _canonical(
         # The dispatcher drops arguments that have their default value.
         return tuple(sorted((n, v) for n, v in shown if v is not None and (n, v) not in _DEFAULTS))
 
-    return [(str(op.target), tuple(show(a) for a in op.args), show_named(op)) for op in ops]
+    found: list[tuple[object, ...]] = []
+    for op in ops:
+        found.append((str(op.target), tuple(show(a) for a in op.args), show_named(op)))
+        show(op.results)
+    return found

@@ -8,23 +8,14 @@ Out: the program with the update appended, and the formulas of its run-time scal
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from takeback.capture.program import (
-    Argument,
-    Buffer,
-    BufferId,
-    HyperScalar,
-    Op,
-    Phase,
-    Program,
-    Region,
-    Role,
-)
+from takeback.capture.program import HyperScalar, Op, Phase, Program, Region, Role
+from takeback.capture.scaling import Scaling
+from takeback.capture.writer import Formula, Group, UpdateWriter
 
 aten = torch.ops.aten
 
@@ -37,20 +28,6 @@ _GLOBAL_HOOKS = (
 )
 
 _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
-
-
-Group = Mapping[str, Any]
-Function = Callable[[Group, float], float]
-
-
-@dataclass(frozen=True)
-class Formula:
-    """A run-time scalar: `function(group, step)`, where step counts this update in (0 if it does not matter)."""
-
-    text: str
-    group: int
-    step: torch.Tensor | None
-    function: Function
 
 
 @dataclass(frozen=True)
@@ -118,58 +95,6 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
         if any(p.is_complex() for p in group["params"]):
             return "a parameter is complex"
     return None
-
-
-class UpdateWriter:
-    """Appends ops to a program; every tensor it is given is one that the program knows or borrows."""
-
-    def __init__(self, program: Program) -> None:
-        self.ops: list[Op] = []
-        self.buffers: dict[BufferId, Buffer] = dict(program.buffers)
-        self.externals: dict[BufferId, torch.Tensor] = dict(program.externals)
-        self.formulas: list[Formula] = []
-        self.watched: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
-        self.group = 0  #: the parameter group being written
-        self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
-
-    def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:
-        key = tensor.untyped_storage()._cdata
-        ident = self._by_storage.get(key)
-        if ident is None:
-            ident = self._by_storage[key] = BufferId(len(self.buffers))
-            self.buffers[ident] = Buffer(ident, tensor.untyped_storage().nbytes(), role, name)
-            self.externals[ident] = tensor.detach()
-        return Region(ident, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
-
-    def like(self, region: Region) -> Region:
-        """A new buffer for a result that has the shape and strides of `region`."""
-        ident = BufferId(len(self.buffers))
-        begin, end = region.span_bytes
-        self.buffers[ident] = Buffer(ident, end - begin, Role.INTERNAL)
-        return replace(region, buffer=ident, offset=0)
-
-    def scalar(self, text: str, function: Function, step: torch.Tensor | None = None) -> HyperScalar:
-        self.formulas.append(Formula(text, self.group, step, function))
-        return HyperScalar(len(self.formulas) - 1, text)
-
-    def write(self, target: Any, onto: Region | tuple[Region, ...], *args: Argument, **kwargs: Argument) -> None:
-        """An op that writes its first argument."""
-        targets = onto if isinstance(onto, tuple) else (onto,)
-        mutates = tuple(dict.fromkeys(r.buffer for r in targets))
-        results = (onto,) if isinstance(onto, Region) else ()
-        self.ops.append(Op(target, (onto, *args), kwargs, results, mutates, Phase.UPDATE))
-
-    def make(self, target: Any, *args: Argument, **kwargs: Argument) -> Any:
-        """An op with a new result like its first argument (or one result for each of a list)."""
-        first = args[0]
-        if isinstance(first, tuple):
-            many = tuple(self.like(r) for r in first if isinstance(r, Region))
-            self.ops.append(Op(target, args, kwargs, many, (), Phase.UPDATE))
-            return many
-        assert isinstance(first, Region)
-        one = self.like(first)
-        self.ops.append(Op(target, args, kwargs, (one,), (), Phase.UPDATE))
-        return one
 
 
 @dataclass(frozen=True)
@@ -264,6 +189,7 @@ def _sgd_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool)
         "nesterov": group["nesterov"],
         "maximize": False,
         "is_first_step": False,
+        **w.scaled,
     }
     # torch marks the gradients as written too: the kernel scales them in place when there is a grad_scale.
     written = tuple(r.buffer for r in (*parameters, *grads, *bufs))
@@ -353,13 +279,49 @@ def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupl
         "weight_decay": _named(w, "weight_decay"),
         "eps": _named(w, "eps"),
         "maximize": False,
+        **w.scaled,
     }
     target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
     written = tuple(r.buffer for r in (*parameters, *grads, *m, *v))
     w.ops.append(Op(target, (parameters, grads, m, v, (), steps), kwargs, (), written, Phase.UPDATE))
+    if w.scaled:
+        w.write(aten._foreach_sub_.List, steps, (w.scaled["found_inf"],) * len(steps))
+
+
+# -- with a scaler -----------------------------------------------------------------------------------------------
+
+
+def _for_kernels(w: UpdateWriter, program: Program, scaling: Scaling) -> dict[str, Region]:
+    """What GradScaler.step sets on an optimizer whose kernels skip the update themselves."""
+    assert program.found_inf is not None
+    given: dict[str, Region] = {"found_inf": w.make(aten.add.Tensor, program.found_inf, 0)}
+    if scaling.divides:
+        scale = w.borrow(scaling.scale_tensor, Role.STATE, "scaler.scale")
+        given["grad_scale"] = w.make(aten.mul.Tensor, scale, 1)
+    return given
+
+
+def lacks_state(optimizer: torch.optim.Optimizer, updated: Sequence[torch.nn.Parameter]) -> bool:
+    """True if a state that `write_update` names is not there: no step of the optimizer has been run yet, because a
+    scaler skipped it."""
+    kind, ours = _kind(optimizer), {id(p) for p in updated}
+    return any(
+        optimizer.state.get(p, {}).get(name) is None
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for name in (_states(kind, group) if id(p) in ours else ())
+    )
 
 
 # -- putting it together -----------------------------------------------------------------------------------------
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return "sgd" if type(optimizer) is torch.optim.SGD else "adam"
+
+
+def _states(kind: str, group: Group) -> tuple[str, ...]:
+    return _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
 
 
 def write_update(
@@ -369,12 +331,16 @@ def write_update(
     names: Mapping[int, str],
     *,
     one_by_one: bool = False,
+    scaling: Scaling | None = None,
 ) -> tuple[Program, Update]:
     """The program with the optimizer's update appended. Call only if `own_step_reason` gave None. `one_by_one`: foreach
-    and fused kernels are called for each parameter by itself, so that each update may run at a time of its own."""
+    and fused kernels are called for each parameter by itself, so that each update may run at a time of its own.
+    `scaling`: the kernels that skip the update themselves are told of the program's `found_inf`."""
     w = UpdateWriter(program)
-    kind = "sgd" if type(optimizer) is torch.optim.SGD else "adam"
+    kind = _kind(optimizer)
     position = {id(p): i for i, p in enumerate(parameters)}
+    if scaling is not None and scaling.in_kernel:
+        w.scaled = _for_kernels(w, program, scaling)
     for index, group in enumerate(optimizer.param_groups):
         w.group = index
         slices: list[_Slice] = []
@@ -383,9 +349,8 @@ def write_update(
             if grad is None:
                 continue
             table = optimizer.state[p]
-            wanted = _STATE_NAMES[kind] if kind == "adam" or group["momentum"] != 0 else ()
             states: dict[str, Region] = {}
-            for name in wanted:
+            for name in _states(kind, group):
                 w.watched.append((p, name, table[name]))
                 states[name] = w.borrow(table[name], Role.STATE, f"{names[id(p)]}.{name}")
             parameter = w.borrow(p, Role.PARAMETER, names[id(p)])

@@ -54,6 +54,7 @@ def functionalize(draft: Draft) -> Draft:
         aux=tuple(change(r) for r in program.aux),
         grads={i: change(r) for i, r in program.grads.items()},
         grad_norm=change(program.grad_norm) if program.grad_norm else None,
+        found_inf=change(program.found_inf) if program.found_inf else None,
     )
     return replace(draft, program=done, kept=frozenset(current.get(b, b) for b in draft.kept))
 

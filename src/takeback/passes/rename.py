@@ -50,4 +50,5 @@ def rename(program: Program, table: Mapping[BufferId, BufferId]) -> Program:
         aux=tuple(change(r) for r in program.aux),
         grads={i: change(r) for i, r in program.grads.items()},
         grad_norm=change(program.grad_norm) if program.grad_norm else None,
+        found_inf=change(program.found_inf) if program.found_inf else None,
     )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from takeback.capture.batch import microbatch
 from takeback.capture.session import split_loss
+
+
+class Scaler(Protocol):
+    """What multiplies a loss before its backward."""
+
+    def scale(self, loss: torch.Tensor, /) -> torch.Tensor: ...
 
 
 def eager_gradients(
@@ -18,6 +24,7 @@ def eager_gradients(
     kwargs: Mapping[str, Any] | None = None,
     *,
     accumulate: int = 1,
+    scaler: Scaler | None = None,
 ) -> torch.Tensor:
     """zero_grad, then forward and backward per microbatch. Returns the detached loss; gradients are in `.grad`."""
     kwargs = dict(kwargs or {})
@@ -28,7 +35,7 @@ def eager_gradients(
         loss, _, _ = split_loss(loss_fn(model, *part[0], **part[1]), loss_fn)
         if accumulate > 1:
             loss = loss / accumulate
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         total = loss.detach() if total is None else total + loss.detach()
         del loss
     assert total is not None
@@ -44,10 +51,17 @@ def eager_step(
     *,
     accumulate: int = 1,
     clip_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
     """A whole step: gradients, clip, update. Returns the detached loss and leaves `.grad`."""
-    loss = eager_gradients(model, loss_fn, args, kwargs, accumulate=accumulate)
+    loss = eager_gradients(model, loss_fn, args, kwargs, accumulate=accumulate, scaler=scaler)
     if clip_norm is not None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    optimizer.step()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
     return loss

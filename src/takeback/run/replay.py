@@ -69,6 +69,11 @@ class Replay:
         life = self.layout.alive.get(region.buffer)
         return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
 
+    def found_inf(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the scaler's check of the gradients found, from the end of the backward to the end of the step."""
+        assert self.program.found_inf is not None
+        return self.tensor(self.program.found_inf, leaves)
+
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A tensor for the caller: nobody writes it afterwards."""
         return self.tensor(region, leaves).clone()
@@ -105,12 +110,15 @@ class Replay:
         *,
         inspect: Callable[[], None] | None = None,
         reduced: Callable[[], Callable[[], None] | None] | None = None,
+        skips: Callable[[], bool] | None = None,
         log: bool = False,
-    ) -> None:
+    ) -> bool:
         """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
-        own step(). `inspect` is called before it: what it raises takes the step back. With a group, nothing is sent
-        before that, and then `reduced` waits for it; what it returns is run in place of the planned update. Raises
-        `HeldValueChanged`, with everything as before, if a held value is another one."""
+        own step(), a scaler's update(). `inspect` is called before it: what it raises takes the step back. With a
+        group, nothing is sent before that, and then `reduced` waits for it; what it returns is run in place of the
+        planned update. `skips` is asked whether to leave out the planned update, as a scaler does for gradients that
+        are not finite. Gives whether it was run. Raises `HeldValueChanged`, with everything as before, if a held value
+        is another one."""
         self._prepare_(log=log)
         if self._reducer is not None:
             self._reducer.begin(hold=inspect is not None)
@@ -133,9 +141,10 @@ class Replay:
                     if inspect is not None:
                         inspect()
                     instead = reduced() if reduced is not None else None
+                    updates = instead is None and (skips is None or not skips())
                     gate.open = False
                     # From here on the step is being committed, and Ctrl-C waits.
-                    if instead is None:
+                    if updates:
                         self._update_(batch, scalars)
                     finish = instead or finish
                     if finish is not None:
@@ -159,6 +168,7 @@ class Replay:
             torch._C._set_grad_enabled(mode)
             for device in autocasts:
                 torch.set_autocast_enabled(device, True)
+        return updates
 
 
 def generators_of(program: Program) -> tuple[torch.Generator, ...]:

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state as they were, so that a step that turns out to be impossible can be taken back."""
+"""Parameters and the state of optimizer and scaler as they were: a step that turns out impossible can be taken back."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import torch
 
 
 class Snapshot:
-    """Copies of the parameters and of the optimizer's state."""
+    """Copies of the parameters, of the optimizer's state and of `others`."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        others: Sequence[torch.Tensor] = (),
+    ) -> None:
         self._optimizer = optimizer
-        self._parameters = [(p, p.detach().clone()) for p in parameters]
+        self._tensors = [(t, t.detach().clone()) for t in (*parameters, *others)]
         self._state: dict[torch.Tensor, dict[str, Any]] = {
             p: {k: (v, v.detach().clone()) if isinstance(v, torch.Tensor) else (v, v) for k, v in table.items()}
             for p, table in optimizer.state.items()
@@ -21,8 +26,8 @@ class Snapshot:
 
     def restore_(self) -> None:
         """Puts everything back, into the very tensors that held it."""
-        for parameter, before in self._parameters:
-            parameter.detach().copy_(before)
+        for tensor, before in self._tensors:
+            tensor.detach().copy_(before)
         state = self._optimizer.state
         for p in [p for p in state if p not in self._state]:
             del state[p]

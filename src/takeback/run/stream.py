@@ -145,6 +145,7 @@ class StreamExecutor(Replay):
         self._held = self._bound.compute(batch)
         if self._bound.watched:
             self._requests = self._meter.requests() - before
+        self.counters.passed = self._requests
         self._places = {slot: i for i, slot in enumerate(self._bound.code.crossing)}
 
     def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:

@@ -7,6 +7,7 @@ costs time once and no memory. `verified` runs whole steps both ways and compare
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from takeback.capture.program import Program
+from takeback.capture.scaling import Scaling
 from takeback.capture.session import Capture
 from takeback.errors import CaptureError, VerifyError
 from takeback.run.commit import Gate
@@ -26,6 +28,9 @@ _SEEN = (
     "Either the step reads something that takeback cannot see (a clock, a file, Python state out of its sight), or "
     "this is a bug of takeback's: please report it with str(step.report())."
 )
+
+
+_FOUND_INF = "the scaler's found_inf"
 
 
 def _advice(program: Program) -> str:
@@ -43,14 +48,23 @@ class Recipe:
     kwargs: Mapping[str, Any]
     accumulate: int = 1
     clip_norm: float | None = None
+    scaling: Scaling | None = None
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Equal bits have equal checksums, and different bits almost never do."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def checksum(tensor: torch.Tensor, *, one_nan: bool = False) -> int:
+    """Equal bits have equal checksums, and different bits almost never do. `one_nan`: any NaN equals any other."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    if one_nan and flat.is_floating_point() and bool(flat.isnan().any()):
+        flat = torch.where(flat.isnan(), torch.nan, flat)
+    flat = flat.view(torch.uint8)
     if flat.device.type != "cpu":
         return _checksum_there(flat)
     return zlib.crc32(flat.numpy().data)
+
+
+def _sums(program: Program) -> Callable[[torch.Tensor], int]:
+    """With a scaler steps with NaNs are right ones, and which NaN it is may depend on where it lies."""
+    return functools.partial(checksum, one_nan=program.found_inf is not None)
 
 
 _CHUNK_BYTES = 1 << 20  #: so that a checksum on the device takes a few tens of MiB at most
@@ -91,16 +105,32 @@ def taken_back(executor: Replay, leaves: Sequence[torch.Tensor]) -> Iterator[Non
                 generator.set_state(state)
 
 
+def _gradients(recipe: Recipe) -> torch.Tensor:
+    """Eager's forward and backward, as far as a plan computes before its update: with a scaler, gradients are unscaled
+    and clipped."""
+    scaling = recipe.scaling
+    if scaling is not None:
+        scaling.begin_()
+    loss = eager_gradients(
+        recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate, scaler=scaling
+    )
+    if scaling is not None:
+        scaling.unscale_()
+        if recipe.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(recipe.model.parameters(), recipe.clip_norm)
+    return loss
+
+
 def eager_digest(recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> dict[str, int]:
     """Checksums of eager's loss, gradients and statistics for this step, which is then taken back."""
     parameters = list(recipe.model.parameters())
     try:
         with taken_back(executor, leaves), torch.enable_grad():
-            loss = eager_gradients(
-                recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
-            )
-            found = {"loss": checksum(loss)}
-            found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+            sum_of = _sums(executor.program)
+            found = {"loss": sum_of(_gradients(recipe))}
+            found |= {f"grad{i}": sum_of(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+            if recipe.scaling is not None:
+                found[_FOUND_INF] = sum_of(recipe.scaling.found_inf)
             return found | _statistics(executor)
     finally:
         for p in parameters:
@@ -112,8 +142,11 @@ def compare(
 ) -> None:
     """Raises `VerifyError` if the step that has just been computed differs from what eager's digest says."""
     program = executor.program
-    found = {"loss": checksum(executor.tensor(program.loss, leaves))}
-    found |= {f"grad{i}": checksum(executor.tensor(r, leaves)) for i, r in program.grads.items() if executor.holds(r)}
+    sum_of = _sums(program)
+    found = {"loss": sum_of(executor.tensor(program.loss, leaves))}
+    found |= {f"grad{i}": sum_of(executor.tensor(r, leaves)) for i, r in program.grads.items() if executor.holds(r)}
+    if program.found_inf is not None:
+        found[_FOUND_INF] = sum_of(executor.tensor(program.found_inf, leaves))
     found |= _statistics(executor)
     gone = {f"grad{i}" for i, r in program.grads.items() if not executor.holds(r)}
     for key in dict.fromkeys((*expected, *found)):
@@ -132,19 +165,18 @@ def prove_recording(recipe: Recipe, got: Capture, *, unclipped: bool = False) ->
     torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way.
     """
     parameters = list(recipe.model.parameters())
+    sum_of = _sums(got.program)
 
     def digest(loss: torch.Tensor) -> dict[str, int]:
-        found = {"loss": checksum(loss)}
-        found |= {f"grad{i}": checksum(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
-        return found | {f"statistic {i}": checksum(t) for i, t in enumerate(got.statistics)}
+        found = {"loss": sum_of(loss)}
+        found |= {f"grad{i}": sum_of(p.grad) for i, p in enumerate(parameters) if p.grad is not None}
+        return found | {f"statistic {i}": sum_of(t) for i, t in enumerate(got.statistics)}
 
     def again() -> dict[str, int]:
         got.rewind_()
         with torch.enable_grad():
-            loss = eager_gradients(
-                recipe.model, recipe.loss_fn, recipe.args, recipe.kwargs, accumulate=recipe.accumulate
-            )
-        if recipe.clip_norm is not None:
+            loss = _gradients(recipe)
+        if recipe.clip_norm is not None and recipe.scaling is None:
             if unclipped:
                 raw.update({p: p.grad.clone() for p in parameters if p.grad is not None})
             torch.nn.utils.clip_grad_norm_(parameters, recipe.clip_norm)
@@ -181,38 +213,45 @@ def prove_recording(recipe: Recipe, got: Capture, *, unclipped: bool = False) ->
 def _statistics(executor: Replay) -> dict[str, int]:
     program = executor.program
     written = [b for b in written_before_update(program) if b in program.externals]
-    return {program.buffers[b].name: checksum(program.externals[b]) for b in written}
+    sum_of = _sums(program)
+    return {program.buffers[b].name: sum_of(program.externals[b]) for b in written}
 
 
 def verified(step: Callable[[], Any], recipe: Recipe, executor: Replay, leaves: Sequence[torch.Tensor]) -> Any:
     """The result of `step()`, after eager gave the same from the same state. Eager's state is what stays."""
-    model, optimizer = recipe.model, recipe.optimizer
+    model, optimizer, scaling = recipe.model, recipe.optimizer, recipe.scaling
     with torch.no_grad():
-        before = [(t.detach(), t.detach().clone()) for _, t in _tensors(model, optimizer)]
+        before = [(t.detach(), t.detach().clone()) for _, t in _tensors(recipe)]
         with taken_back(executor, leaves):
             out = step()
             grads = {p: p.grad for p in model.parameters()}
-            compiled = {name: t.detach().clone() for name, t in _tensors(model, optimizer)}
+            compiled = {name: t.detach().clone() for name, t in _tensors(recipe)}
         for live, old in before:
             live.copy_(old)
     del before
-    with torch.enable_grad():
-        expected = eager_step(
-            model,
-            recipe.loss_fn,
-            optimizer,
-            recipe.args,
-            recipe.kwargs,
-            accumulate=recipe.accumulate,
-            clip_norm=recipe.clip_norm,
-        )
+    try:
+        with torch.enable_grad():
+            expected = eager_step(
+                model,
+                recipe.loss_fn,
+                optimizer,
+                recipe.args,
+                recipe.kwargs,
+                accumulate=recipe.accumulate,
+                clip_norm=recipe.clip_norm,
+                scaler=scaling.scaler if scaling is not None else None,
+            )
+    except BaseException:
+        if scaling is not None:
+            scaling.forget_()
+        raise
     for p, grad in grads.items():
         p.grad = grad
     loss = out[0] if isinstance(out, tuple) else out
     advice = _KEPT + _advice(executor.program)
     if not same_bits(loss, expected):
         raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {advice}")
-    for name, now in _tensors(model, optimizer):
+    for name, now in _tensors(recipe):
         if not same_bits(compiled[name], now.detach()):
             worst = (compiled[name].double() - now.detach().double()).abs().max().item()
             raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {advice}")
@@ -222,7 +261,8 @@ def verified(step: Callable[[], Any], recipe: Recipe, executor: Replay, leaves: 
 _KEPT = "The model and optimizer hold eager's result. "
 
 
-def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(recipe: Recipe) -> Iterator[tuple[str, torch.Tensor]]:
+    model, optimizer = recipe.model, recipe.optimizer
     names = {id(p): n for n, p in model.named_parameters()}
     yield from model.named_parameters()
     yield from model.named_buffers()
@@ -230,6 +270,8 @@ def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
         for key, value in table.items():
             if isinstance(value, torch.Tensor):
                 yield f"{names.get(id(p), 'parameter')}.{key}", value
+    if recipe.scaling is not None:
+        yield from recipe.scaling.tensors
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
