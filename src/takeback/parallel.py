@@ -28,7 +28,7 @@ def check_group(group: object) -> None:
     if not dist.is_available():
         raise OptionError("group= needs torch.distributed, and this build of torch has none. Leave it at None.")
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise OptionError("this rank is not a member of the group=. Call compile_step on the group's ranks only.")
+        raise OptionError("this rank is not a member of the group=. Use it on the group's ranks only.")
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
             f"group must be a process group of torch.distributed, such as dist.group.WORLD after init_process_group(), "

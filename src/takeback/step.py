@@ -351,8 +351,9 @@ class CompiledStep:
             nonlocal replaced
             assert group is not None
             assert program.flags is not None
-            used = group.finish(executor.tensor(program.flags, leaves))
-            replaced = used != group.mine(grads)
+            mine = group.mine(grads)
+            used = group.finish(executor.tensor(program.flags, leaves), mine)
+            replaced = used != mine
             if not replaced:
                 return None
             grads.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +14,15 @@ import takeback as tb
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 Model = Callable[[], nn.Module]
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> Iterator[None]:
+    """Convolutions in float32, as matrix products are by default."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cudnn.allow_tf32 = before
 
 
 class Tied(nn.Module):
@@ -170,3 +179,13 @@ def test_the_buffer_is_the_only_memory_that_gradients_take() -> None:
         grown = torch.cuda.max_memory_allocated() - before
     assert grown < 2 * 1024 * 1024 * 4, "a temporary of a weight's size was made"
     assert buf.copies == 0
+
+
+def test_a_convolution_in_tf32_is_left_to_torch() -> None:
+    model, plain, x = twins("1x1, batch norm")
+    buf = tb.GradBuffer(model)
+    torch.backends.cudnn.allow_tf32 = True
+    loss_of(model(x)).backward()
+    loss_of(plain(x)).backward()
+    assert set(buf.reasons) == {"0.weight", "3.weight"}
+    assert_close(model, plain, buf, rtol=1e-2)

@@ -178,3 +178,19 @@ def test_training_with_clipping_follows_eager(make: type[torch.optim.Optimizer],
     for p, q in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
     assert buf.copies == 0
+
+
+def test_a_small_factor_does_not_vanish_in_half_precision() -> None:
+    """The factor of a mixed buffer is below what float16 can hold."""
+    mine = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.float16))]
+    buf = takeback.GradBuffer(mine)
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    for params in (mine, theirs):
+        params[0].grad = torch.full((2,), 6e7)
+        params[1].grad = torch.full((2,), 5e3, dtype=torch.float16)
+    buf.clip_(1.0)
+    clip_grad_norm_(theirs, 1.0)
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+        assert p.grad is not None
+        assert p.grad.any()

@@ -425,3 +425,29 @@ def test_gradients_with_a_history_are_taken_without_it() -> None:
         m.zero_grad()
     backward_both(model, eager, loss)
     assert_same(model, buf, eager)
+
+
+@pytest.mark.parametrize("how", ["thawed", "assigned"])
+def test_a_gradient_without_a_slice_is_not_overlooked(how: str) -> None:
+    """A norm without it would be too small, and an average over a group would leave it out."""
+    model = net()
+    if how == "thawed":
+        model[0].weight.requires_grad_(False)
+    buf = takeback.GradBuffer(model)
+    if how == "thawed":
+        model[0].weight.requires_grad_(True)
+    else:
+        model.load_state_dict(model.state_dict(), assign=True)
+    loss(model).backward()
+    with pytest.raises(takeback.GradBufferError, match="has a gradient but no slice"):
+        buf.norm()
+
+
+def test_a_gradient_with_a_history_keeps_it() -> None:
+    model, buf, eager = twins(net())
+    for m in (model, eager):
+        loss(m).backward(create_graph=True)
+    weight = model[0].weight
+    torch.testing.assert_close(buf.norm(), torch.nn.utils.get_total_norm([p.grad for p in eager.parameters()]).detach())
+    assert weight.grad is not None
+    assert weight.grad.requires_grad

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import weakref
 
 import pytest
@@ -182,3 +183,41 @@ def test_buffers_of_parts_of_one_model_do_not_disturb_each_other() -> None:
     source.zero_grad()
     source(torch.ones(2, 4)).sum().backward()
     assert (second.copies, dict(second.reasons)) == (0, {})
+
+
+def test_two_threads_may_run_backwards_on_one_model() -> None:
+    """A product releases the interpreter: without a lock the second would overwrite the first."""
+    torch.manual_seed(0)
+    layer = nn.Linear(256, 256)
+    twin = copy.deepcopy(layer)
+    buf = takeback.GradBuffer(layer)
+    inputs = [torch.randn(64, 256) for _ in range(2)]
+    for x in inputs:
+        twin(x).square().sum().backward()
+    for _ in range(10):
+        layer.zero_grad()
+        losses = [layer(x).square().sum() for x in inputs]
+        barrier = threading.Barrier(2)
+
+        def run(loss: torch.Tensor, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait()
+            loss.backward()
+
+        threads = [threading.Thread(target=run, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.testing.assert_close(layer.weight.grad, twin.weight.grad, rtol=1e-4, atol=1e-3)
+    assert buf.copies == 0
+
+
+def test_a_class_that_cannot_be_subclassed_is_left_alone() -> None:
+    class Strict(nn.Linear):
+        def __init_subclass__(cls, *, needed: int) -> None: ...
+
+    model = nn.Sequential(nn.Linear(3, 3), Strict(3, 3))
+    buf = takeback.GradBuffer(model)
+    model(torch.ones(2, 3)).sum().backward()
+    assert "cannot be subclassed" in buf.reasons["1.weight"]
+    assert "0.weight" not in buf.reasons

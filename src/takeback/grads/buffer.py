@@ -53,12 +53,13 @@ class GradBuffer:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         named = _parameters(model)
-        _check(model, named, dtype)
+        _check(model, named, dtype, group)
         if group is not None:
             check_group(group)
             Replicas(model if isinstance(model, nn.Module) else nn.ParameterList(p for _, p in named), group).send_()
         self.flats, self.slots = lay_out(named, dtype)
-        self._exchange = Exchange(self.flats, self.slots, group, early=True) if group is not None else None
+        self._exchange = Exchange(self.flats, self.slots, group) if group is not None else None
+        self._exchanges: dict[dist.ProcessGroup, Exchange] = {}  #: of the groups that all_reduce() was called with
         self._alone = False  #: inside no_sync()
         whole = isinstance(model, nn.Module)
         attached, reasons = modules.attach_(model) if isinstance(model, nn.Module) else ([], {})
@@ -71,6 +72,8 @@ class GradBuffer:
             handles.append(slot.accumulate.register_hook(hook))
             if slot.param.grad is not None:
                 slot.take_(slot.param.grad)
+        # Where the model keeps its parameters: a slice must not miss what is thawed or put there later.
+        self._homes = [m._parameters for m in model.modules()] if isinstance(model, nn.Module) else []
         self._padding = [padding_of(f, (s for s in self.slots if s.flat == i)) for i, f in enumerate(self.flats)]
         self._finalize = weakref.finalize(self, _detach, attached, register(self.slots), handles)
 
@@ -103,6 +106,7 @@ class GradBuffer:
     def zero_(self) -> GradBuffer:
         """All gradients are zero, and every `.grad` is its slice. To skip the next zeros as well, use
         `model.zero_grad()`: what is None is overwritten, not added to."""
+        self.check_averaged()
         for slot in self.slots:
             slot.check_unmoved()
         for flat in self.flats:
@@ -115,14 +119,21 @@ class GradBuffer:
     def gather_(self) -> GradBuffer:
         """Makes the flat buffer the whole truth: slices of parameters without a gradient are zero, and a `.grad` that
         was assigned from outside is copied into its slice. Every method that reads the buffer begins with this."""
-        if self._exchange is not None and self._exchange.under_way:
-            raise GradBufferError(
-                "gradients are being averaged over the group: call buf.all_reduce() after the backward, before "
-                "they are read."
-            )
+        self.check_averaged()
+        self._check_complete()
         for slot in self.slots:
             slot.settle()
         return self
+
+    def _check_complete(self) -> None:
+        """Raises for a gradient of the model's that no buffer has."""
+        for home in self._homes:
+            for name, p in home.items():
+                if p is not None and p.grad is not None and slot_of(p) is None:
+                    raise GradBufferError(
+                        f"a parameter {name!r} of shape {tuple(p.shape)} has a gradient but no slice: it was frozen, "
+                        f"or not in the model, when the GradBuffer was made. Make a new one (detach() this one first)."
+                    )
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients together."""
@@ -153,11 +164,12 @@ class GradBuffer:
 
     def scale_(self, factor: torch.Tensor) -> GradBuffer:
         """Multiplies all gradients by a scalar tensor."""
+        self.check_averaged()
         # On the CPU the factor is known, and one of 1 costs no pass. On a GPU to ask would cost a wait.
         known = float(factor) if factor.device.type == "cpu" else None
         if known != 1.0:
             for flat, padding in zip(self.flats, self._padding, strict=True):
-                flat.mul_(factor.to(flat.device, flat.dtype))
+                flat.mul_(factor.to(flat.device))
                 if known is None or not math.isfinite(known):  # NaN times the zeros between the slices
                     flat.index_fill_(0, padding, 0)
             for slot in self.slots:
@@ -175,18 +187,27 @@ class GradBuffer:
         rank, once after the backward. With `GradBuffer(model, group=...)` most of it has happened by then.
 
         A parameter that had a gradient on some ranks only has one on all of them afterwards."""
-        if group is not None and self._exchange is not None and self._exchange.group is not group:
-            if self._exchange.under_way or self._exchange.early:
+        self._check_complete()
+        if self._exchange is not None:
+            if group is not None and group is not self._exchange.group:
                 raise GradBufferError("this buffer was made for another group. Call all_reduce() without one.")
-            self._exchange = None
-        if self._exchange is None:
-            self._exchange = Exchange(self.flats, self.slots, group, early=False)
-        self._exchange.finish()
+            self._exchange.finish()
+            return self
+        if group is None:
+            group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        check_group(group)
+        assert group is not None
+        for exchange in self._exchanges.values():
+            exchange.check_finished()
+        if group not in self._exchanges:
+            self._exchanges[group] = Exchange(self.flats, self.slots, group)
+        self._exchanges[group].finish()
         return self
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in this context only add up on this rank, as under DistributedDataParallel's no_sync()."""
+        self.check_averaged()
         before, self._alone = self._alone, True
         try:
             yield
@@ -194,8 +215,14 @@ class GradBuffer:
             self._alone = before
 
     def _complete(self, slot: Slot) -> None:
-        if self._exchange is not None and self._exchange.early and not self._alone:
+        if self._exchange is not None and not self._alone:
             self._exchange.complete(slot)
+
+    def check_averaged(self) -> None:
+        """Raises while the flat buffer is on its way to a group."""
+        for exchange in (self._exchange, *self._exchanges.values()):
+            if exchange is not None:
+                exchange.check_finished()
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -246,14 +273,27 @@ def _parameters(model: Any) -> list[tuple[str, nn.Parameter]]:
     return list(reversed(once.values()))
 
 
-def _check(model: Any, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None) -> None:
+def _check(
+    model: Any, named: list[tuple[str, nn.Parameter]], dtype: torch.dtype | None, group: dist.ProcessGroup | None
+) -> None:
     if not named:
         raise OptionError(
             "there is no parameter that requires a gradient, so there is nothing to keep in a GradBuffer."
         )
     if isinstance(model, nn.Module):
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel) and module.gradient_as_bucket_view:
+        wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if wrappers and group is not None:
+            raise GradBufferError(
+                "the model is wrapped in DistributedDataParallel, which averages gradients itself: pass the plain "
+                "model with group=, or leave group= out."
+            )
+        if group is not None and any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+            raise GradBufferError(
+                "the model has a SyncBatchNorm, which talks to the group during the backward, as the buckets do: they "
+                "could meet on different ranks. Leave group= out, and call buf.all_reduce(group) after the backward."
+            )
+        for module in wrappers:
+            if module.gradient_as_bucket_view:
                 raise GradBufferError(
                     "DistributedDataParallel(gradient_as_bucket_view=True) keeps .grad in buckets of its own, so they "
                     "cannot be slices of this buffer. Use gradient_as_bucket_view=False, or leave DDP out and call "
@@ -321,6 +361,7 @@ def _detach(
     for _, reference in entries:
         slot = reference()
         if slot is not None and slot.view.dtype != slot.param.dtype:
-            slot.param.grad = None
+            grad, slot.param.grad = slot.param.grad, None
             slot.param.grad_dtype = slot.param.dtype
+            slot.param.grad = None if grad is None else grad.to(slot.param.dtype)
     unregister(entries)

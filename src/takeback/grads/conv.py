@@ -53,13 +53,15 @@ class Conv(torch.autograd.Function):
         dweight = dbias = None
         straight = False
         if needs_weight and slot is not None and is_product(w, padding, groups):
-            added = slot.open() if _is_worth_it(dy, x) else None
-            if added is None and not slot.pending:
-                slot.pending = f"{dy.shape[0]} images that are not channels_last: one product for each would be slower"
-            if added is not None:
-                _one_by_one_(slot, added, dy, x, stride)
-                slot.close(added)
-                straight = True
+            reason = _slower(dy, x)
+            if reason:
+                slot.pending = reason
+            else:
+                with slot.writing() as added:
+                    if added is not None:
+                        _one_by_one_(slot, added, dy, x, stride)
+                        slot.wrote(added)
+                        straight = True
         mask = [needs_x, needs_weight and not straight, False]
         dx = None
         if mask[0] or mask[1]:
@@ -92,8 +94,15 @@ def _is_one_product(dy: torch.Tensor, x: torch.Tensor) -> bool:
     return _rows_last(dy) or (dy.is_cuda and _rows_last(x))
 
 
-def _is_worth_it(dy: torch.Tensor, x: torch.Tensor) -> bool:
-    return not dy.is_cuda or dy.shape[0] <= _MOST_PRODUCTS or _is_one_product(dy, x)
+def _slower(dy: torch.Tensor, x: torch.Tensor) -> str:
+    """Why products would be slower than torch's convolution and a copy, if so."""
+    if not dy.is_cuda:
+        return ""
+    if dy.dtype is torch.float32 and torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "convolutions may use TF32, and matrix products may not"
+    if dy.shape[0] > _MOST_PRODUCTS and not _is_one_product(dy, x):
+        return f"{dy.shape[0]} images that are not channels_last: one product for each would be slower"
+    return ""
 
 
 def _one_by_one_(slot: Slot, added: bool, dy: torch.Tensor, x: torch.Tensor, stride: tuple[int, ...]) -> None:

@@ -22,12 +22,13 @@ def into(
     slot: Slot | None, straight: Callable[[Slot, bool], None], plain: Callable[[], torch.Tensor]
 ) -> torch.Tensor | None:
     """A parameter's gradient: written into its slice, then None is to be returned; else the plain gradient."""
-    added = slot.open() if slot is not None else None
-    if slot is None or added is None:
-        return plain()
-    straight(slot, added)
-    slot.close(added)
-    return None
+    if slot is not None:
+        with slot.writing() as added:
+            if added is not None:
+                straight(slot, added)
+                slot.wrote(added)
+                return None
+    return plain()
 
 
 def product_(slot: Slot, added: bool, left: torch.Tensor, right: torch.Tensor) -> None:

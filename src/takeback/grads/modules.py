@@ -240,19 +240,29 @@ def attach_(model: nn.Module) -> tuple[list[weakref.ref[nn.Module]], dict[int, s
     """Gives every module its forward. Returns the modules that have one now, and for the ids of parameters why their
     gradients are copied."""
     modules = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    packings = [(m, _ours(m) or packing_of(m)) for m in modules]  # which may raise: nothing has been changed yet
+    plans = [_plan(m) for m in modules]  # which may raise: nothing has been changed yet
     reasons: dict[int, str] = {}
     attached = []
-    for module, packing in packings:
+    for module, (packing, packed) in zip(modules, plans, strict=True):
         for name, p in module.named_parameters(recurse=False):
             if reason := packing.reason(name) or ("" if p.is_floating_point() else f"it is {p.dtype}"):
                 reasons.setdefault(id(p), reason)
-        if packing.forward is not None:
-            if not isinstance(module, Packed):
-                module.__class__ = packed_class(type(module), packing.forward)
+        if packed is not None:
+            module.__class__ = packed
             _users[module] = _users.get(module, 0) + 1
             attached.append(weakref.ref(module))
     return attached, reasons
+
+
+def _plan(module: nn.Module) -> tuple[Packing, type[nn.Module] | None]:
+    """How a module is packed, and the class it takes for that."""
+    packing = _ours(module) or packing_of(module)
+    if packing.forward is None or isinstance(module, Packed):
+        return packing, type(module) if packing.forward is not None else None
+    try:
+        return packing, packed_class(type(module), packing.forward)
+    except TypeError as error:  # a class with rules of its own for subclasses
+        return Packing(None, f"{type(module).__name__} cannot be subclassed: {error}"), None
 
 
 def _ours(module: nn.Module) -> Packing | None:

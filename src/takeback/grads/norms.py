@@ -6,6 +6,7 @@ from torch: the norm is computed once more under autograd and differentiated.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -175,20 +176,24 @@ def _packed(ctx: Any, ours: Callable[[Into | None, Into | None], Done | NotMine]
     wanted = [slot for slot in slots if slot is not None]
     if len(wanted) < sum(ctx.needs_input_grad[1:3]):
         return None
-    added = {slot: slot.open() for slot in wanted}
-    refused = [slot for slot in wanted if added[slot] is None]
-    if refused:
-        for slot in wanted:
-            slot.pending = slot.pending or f"computed together with {refused[0].name}: {refused[0].pending}"
-        return None
-    result = ours(*(Into(slot.view, bool(added[slot])) if slot is not None else None for slot in slots))
-    for slot in wanted:
-        if isinstance(result, Done):
-            torch.autograd.graph.increment_version(slot.view)
-            slot.close(bool(added[slot]))
+    with contextlib.ExitStack() as stack:
+        # In one order, so that two threads cannot wait for each other.
+        ordered = sorted(wanted, key=lambda slot: (slot.flat, slot.offset))
+        added = {slot: stack.enter_context(slot.writing()) for slot in ordered}
+        refused = [slot for slot in wanted if added[slot] is None]
+        if refused:
+            reason = f"computed together with {refused[0].name}: {refused[0].pending}"
         else:
-            slot.pending = result.reason
-    return (result.dx, None, None) if isinstance(result, Done) else None
+            result = ours(*(Into(slot.view, bool(added[slot])) if slot is not None else None for slot in slots))
+            if isinstance(result, Done):
+                for slot in wanted:
+                    torch.autograd.graph.increment_version(slot.view)
+                    slot.wrote(bool(added[slot]))
+                return result.dx, None, None
+            reason = result.reason
+        for slot in wanted:
+            slot.pending = slot.pending or reason
+        return None
 
 
 def _plain(

@@ -3,14 +3,16 @@
 In: parameters. Out: flat tensors, one for each (device, dtype), and a `Slot` for each parameter in their order. A slot
 is written in one of two ways, and keeps `.grad` pointing at its slice in both:
 
-    a Function of ours    open() -> the kernel writes or adds into `view` -> close()     no copy
+    a Function of ours    with writing(): a kernel writes or adds into `view`; wrote()   no copy
     the framework         AccumulateGrad puts a gradient in `.grad` -> arrived()         copied or added, counted
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -38,6 +40,7 @@ class Slot:
         "copies",
         "dirty",
         "flat",
+        "lock",
         "name",
         "numel",
         "offset",
@@ -56,6 +59,7 @@ class Slot:
         self.accumulate = get_gradient_edge(param).node  #: held, or its hooks would die with it
         self.stream = torch.cuda.current_stream(param.device) if param.device.type == "cuda" else None
         self.attached = True
+        self.lock = threading.RLock()  #: held while the slice is written
         self.copies = 0  #: made for the gradient that the slice holds now
         self.dirty = False  #: whether the slice may hold anything but zeros
         self.reason = ""  #: why they were made
@@ -85,9 +89,20 @@ class Slot:
 
     # -- straight into the slice -------------------------------------------------------------------------------------
 
-    def open(self) -> bool | None:
-        """Inside a backward: may the gradient be written into `view` by the caller? False: overwrite. True: add. None:
-        hand it to the framework, for the reason in `pending`."""
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[bool | None]:
+        """Inside a backward: may the gradient be written into `view` here? False: overwrite. True: add. Then `wrote` is
+        to be called. None: hand it to the framework, for the reason in `pending`. One thread at a time, as
+        AccumulateGrad has it."""
+        with self.lock:
+            yield self._open()
+
+    def wrote(self, added: bool) -> None:
+        """The slice has been written as `writing` allowed."""
+        if not added:
+            self.give()
+
+    def _open(self) -> bool | None:
         if not self.attached or fate_of(self.accumulate) is not Fate.ACCUMULATED:
             return None
         self.pending = self._objection()
@@ -113,11 +128,6 @@ class Slot:
             return ".grad was assigned from outside"
         return ""
 
-    def close(self, added: bool) -> None:
-        """The slice has been written as `open` allowed."""
-        if not added:
-            self.give()
-
     def converted(self, reason: str) -> None:
         """What was written came out of a temporary of another dtype."""
         self.copies += 1
@@ -127,25 +137,32 @@ class Slot:
 
     def arrived(self) -> None:
         """AccumulateGrad has put a gradient into `.grad` that no Function of ours wrote."""
-        grad = self.param.grad
-        reason, self.pending = self.pending or self.standing, ""
-        if grad is None or grad.requires_grad:
-            return  # a gradient with a history stays what it is
-        self.check_unmoved()
-        if self.holds():
-            self.copies += 1  # added by the framework
-        else:
-            self.take_(grad)
-            self.copies = 1
-        self.reason = reason or "computed outside of its module's forward (torch.compile, a functional call)"
+        with self.lock:
+            grad = self.param.grad
+            reason, self.pending = self.pending or self.standing, ""
+            if grad is None or grad.requires_grad:
+                return  # a gradient with a history stays what it is
+            self.check_unmoved()
+            if self.holds():
+                self.copies += 1  # added by the framework
+            else:
+                self.take_(grad)
+                self.copies = 1
+            self.reason = reason or "computed outside of its module's forward (torch.compile, a functional call)"
 
     def settle(self) -> None:
-        """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none."""
+        """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none. A
+        gradient with a history stays outside, and its values are copied each time."""
         if self.holds():
             return
-        if self.param.grad is not None:
+        grad = self.param.grad
+        if grad is not None:
             self.check_unmoved()
-            self.take_(self.param.grad)
+            if grad.requires_grad:
+                self.view.copy_(grad.detach())
+                self.dirty = True
+                return
+            self.take_(grad)
             self.copies, self.reason = 1, ".grad was assigned from outside"
         elif self.dirty:
             self.view.zero_()
@@ -203,16 +220,17 @@ def _slice(flat: torch.Tensor, p: torch.Tensor, offset: int) -> torch.Tensor:
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, p.shape, p.stride())
 
 
-def padding_of(flat: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:
-    """The elements of a flat tensor that belong to no slot."""
-    free = torch.ones(flat.numel(), dtype=torch.bool)
-    for slot in slots:
-        free[slot.offset : slot.offset + slot.numel] = False
-    return free.nonzero().flatten().to(flat.device)
-
-
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def padding_of(flat: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:
+    """The elements of a flat tensor that belong to no slot."""
+    mine = list(slots)
+    ends = [slot.offset + slot.numel for slot in mine]
+    starts = [*(slot.offset for slot in mine[1:]), flat.numel()]
+    gaps = [torch.arange(end, start) for end, start in zip(ends, starts, strict=True)]
+    return torch.cat(gaps).to(flat.device)
 
 
 def register(slots: Iterable[Slot]) -> list[tuple[int, weakref.ref[Slot]]]:

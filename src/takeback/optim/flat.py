@@ -6,7 +6,7 @@ torch's fused operators, with the same bits. A gradient outside the buffer is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any
@@ -41,7 +41,7 @@ class Batch:
 class Common:
     """The step that most are: all parameters hold a gradient."""
 
-    params: list[Tensor]
+    params: list[list[Tensor]]  #: of each group
     slots: list[Slot]  #: of those that are not frozen
     names: list[tuple[str, ...]]
     batches: list[Batch]
@@ -120,6 +120,7 @@ class FlatOptimizer:
         if set_to_none or not self._is_whole():
             super().zero_grad(set_to_none)  # type: ignore[misc]
         else:
+            self._buffer.check_averaged()
             for flat in self._buffer.flats:
                 flat.zero_()
 
@@ -142,6 +143,7 @@ class FlatOptimizer:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
+        self._buffer.check_averaged()
         scales = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
         self.grad_norm = self._norm(scaled=scales[0] is not None)  # first, so that a GPU has something to do meanwhile
         names = [self._names(group) for group in self.param_groups]
@@ -222,7 +224,8 @@ class FlatOptimizer:
         usual = (
             common is not None
             and common.names == names
-            and len(common.params) == sum(len(group["params"]) for group in self.param_groups)
+            and len(common.params) == len(self.param_groups)
+            and all(map(_same_tensors, common.params, (group["params"] for group in self.param_groups)))
             and all(slot.holds() for slot in common.slots)
             and self._is_bound()
         )
@@ -248,8 +251,8 @@ class FlatOptimizer:
             if len(self._batches) > 16:  # a new set of parameters each time is not worth keeping
                 self._batches.clear()
             self._batches[key] = batches
-        params = [p for group in self.param_groups for p in group["params"]]
-        slots = [self._slots[id(p)] for p in params if id(p) in self._slots]
+        params = [list(group["params"]) for group in self.param_groups]
+        slots = [self._slots[id(p)] for group in params for p in group if id(p) in self._slots]
         if sum(map(len, active)) == len(slots) and not any(b.first for b in batches):
             self._common = Common(params, slots, names, batches)
         return batches
@@ -293,13 +296,11 @@ class FlatOptimizer:
     def _batch(self, group: int, part: Part, indices: tuple[int, ...], first: bool, names: tuple[str, ...]) -> Batch:
         slots = [part.slots[i] for i in indices]
         entries = [self.state[slot.param] for slot in slots] if names else []
-        other = part.flat_grad.dtype != part.dtype
         lists = Lists(
             params=[slot.param for slot in slots],
             grads=[slot.view for slot in slots],
             states={name: [e[name] for e in entries] for name in names if name != "step"},
             steps=[e["step"] for e in entries] if "step" in names else (),
-            casts=[torch.empty_like(slot.param) for slot in slots] if other else (),
         )
         return Batch(group, part, indices, first, lists)
 
@@ -308,8 +309,12 @@ class FlatOptimizer:
             return 'kernel="torch"'
         part = batch.part
         return launch.refuses(part.device, part.dtype, settings, scaling) or proof.differs(
-            part.device, part.dtype, part.flat_grad.dtype, settings
+            part.device, part.dtype, part.flat_grad.dtype, settings, clips=self.clip_norm is not None
         )
+
+
+def _same_tensors(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(is_, ours, theirs))
 
 
 def _count_(batches: list[Batch], found_inf: Tensor | None) -> None:

@@ -42,16 +42,12 @@ class SGDSettings:
 
 @dataclass(frozen=True)
 class Lists:
-    """Parameters of one dtype on one device, with their gradients and states in the same order.
-
-    `casts` has a tensor of the parameter's dtype for each gradient, where the gradients are of another.
-    """
+    """Parameters of one dtype on one device, with their gradients and states in the same order."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
     states: dict[str, list[Tensor]] = field(default_factory=dict)
     steps: Sequence[Tensor] = ()
-    casts: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True)
@@ -141,8 +137,9 @@ def _sgd_one_by_one_(lists: Lists, settings: SGDSettings, first: bool, scaling: 
 
 
 def _gradients(lists: Lists) -> Sequence[Tensor]:
-    grads = lists.grads
-    if lists.casts:
-        aten._foreach_copy_.default(lists.casts, grads)
-        grads = lists.casts
-    return grads
+    """In the parameters' dtype, which the operators want."""
+    if not lists.grads or lists.grads[0].dtype == lists.params[0].dtype:
+        return lists.grads
+    casts = [torch.empty_like(p) for p in lists.params]
+    aten._foreach_copy_.default(casts, lists.grads)
+    return casts

@@ -23,17 +23,23 @@ _verdicts: dict[object, str] = {}
 
 
 def differs(
-    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, settings: AdamSettings | SGDSettings
+    device: torch.device,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    settings: AdamSettings | SGDSettings,
+    *,
+    clips: bool,
 ) -> str:
-    """What differed, or nothing. Kept for what selects the code: values may change at every step."""
-    key = (device, dtype, grad_dtype, *_code(settings))
+    """What differed, or nothing. Kept for what selects the code: values may change at every step. `clips`: gradients
+    are multiplied by a factor as they are read, and must come out as if they had been multiplied in place."""
+    key = (device, dtype, grad_dtype, clips, *_code(settings))
     if key not in _verdicts:
-        _verdicts[key] = _trial(device, dtype, grad_dtype, settings)
+        _verdicts[key] = _trial(device, dtype, grad_dtype, settings, clips)
     return _verdicts[key]
 
 
 def _trial(
-    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, settings: AdamSettings | SGDSettings
+    device: torch.device, dtype: torch.dtype, grad_dtype: torch.dtype, settings: AdamSettings | SGDSettings, clips: bool
 ) -> str:
     settings = replace(settings, lr=float(settings.lr) or 1e-3)
     generator = torch.Generator().manual_seed(0)
@@ -63,25 +69,27 @@ def _trial(
     )
     for turn in range(ROUNDS):
         grads = values(25).to(grad_dtype)
+        factor = torch.tensor(0.30123, device=device) if clips else None
+        theirs = grads if factor is None else grads * factor
         first = turn == 0 and isinstance(settings, SGDSettings)
         twin = Lists(
             views(twin_params),
-            views(grads.to(dtype)),
+            views(theirs.to(dtype)),
             {name: views(flat) for name, flat in twin_states.items()},
             list(twin_steps.unbind()),
         )
         if isinstance(settings, AdamSettings):
-            launch.adam_(table, grads, states, steps, settings, None)
+            launch.adam_(table, grads, states, steps, settings, factor)
             fused.adam_(twin, settings, Scaling())
         else:
-            launch.sgd_(table, grads, states, settings, first, None)
+            launch.sgd_(table, grads, states, settings, first, factor)
             fused.sgd_(twin, settings, first, Scaling())
         steps.add_(1)
         twin_steps.add_(1)
         pairs = [("parameters", params, twin_params), *((name, states[name], twin_states[name]) for name in names)]
-        for what, mine, theirs in pairs:
+        for what, mine, other in pairs:
             # With the gaps between the slices, which nobody may write.
-            unequal = int((_bits(mine) != _bits(theirs)).sum())
+            unequal = int((_bits(mine) != _bits(other)).sum())
             if unequal:
                 return f"in a trial {unequal} of {size} {what} had other bits than torch's"
     return ""

@@ -88,10 +88,11 @@ class Group:
         """Those of `grads` that are averaged: a parameter without elements is not."""
         return frozenset(grads) & self._parameters.keys()
 
-    def finish(self, flags: torch.Tensor) -> frozenset[int]:
-        """Waits for all buckets. Returns the parameters that have a gradient on any rank: `flags` says so then."""
+    def finish(self, flags: torch.Tensor, mine: frozenset[int]) -> frozenset[int]:
+        """Waits for all buckets. Returns the parameters that have a gradient on any rank: `flags` says so then. It is
+        not read where all have one on this rank: that would make the host wait for a GPU."""
         self.reducer.finish()
-        return self._used(flags)
+        return mine if len(mine) == len(self._parameters) else self._used(flags)
 
     def _used(self, flags: torch.Tensor) -> frozenset[int]:
         return frozenset(i for i, used in zip(self._parameters, (flags != 0).tolist(), strict=True) if used)
