@@ -36,6 +36,7 @@ from takeback.run import allocator
 from takeback.run.arena import SharedArena
 from takeback.run.codegen import HeldValueChanged
 from takeback.run.commit import Gate
+from takeback.run.ending import Ending, clip_
 from takeback.run.executor import Executor
 from takeback.run.group import Group
 from takeback.run.layout import Layout
@@ -267,7 +268,7 @@ class CompiledStep:
                 norm = got.grad_norm
                 if self._group is not None:
                     self._group.average_grads_(streams=self._streams)
-                    norm = self._clipped(subject.parameters)
+                    norm = clip_(subject.parameters, self.options.clip_norm)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
                 if self._scaling is None:
@@ -342,46 +343,26 @@ class CompiledStep:
         executor = plan.executor
         rehearse = plan.rehearsals < 2
         scalars = plan.update.scalars() if plan.update is not None else ()
-        program, group = executor.program, self._group
-        skips, rescale = self._scaled(plan, leaves)
-        grads = dict(program.grads)
-        replaced = False  #: the planned update was for other gradients than there are
-
-        def reduced() -> Callable[[], None] | None:
-            nonlocal replaced
-            assert group is not None
-            assert program.flags is not None
-            mine = group.mine(grads)
-            used = group.finish(executor.tensor(program.flags, leaves), mine)
-            replaced = used != mine
-            if not replaced:
-                return None
-            grads.clear()
-            grads.update((i, program.slices[i]) for i in sorted(used))
-            return finish
-
-        def finish() -> None:
-            if plan.update is None or replaced:
-                self._own_step(plan, leaves, grads, clip=replaced)
-            elif rescale is not None:
-                rescale()
-            if group is not None:
-                group.commit_()
-
-        last = finish if plan.update is None or group is not None or rescale is not None else None
-        updated = executor.run(
-            *(leaves, scalars, last),
-            inspect=inspect,
-            reduced=reduced if group is not None else None,
-            skips=skips,
-            log=rehearse,
+        program = executor.program
+        ending = Ending(
+            executor,
+            self._optimizer,
+            plan.watch.parameters,
+            leaves,
+            planned=plan.update is not None,
+            group=self._group,
+            scaling=self._scaling,
+            clip_norm=self.options.clip_norm,
         )
+        updated = ending.run(scalars, inspect=inspect, log=rehearse)
         loss = executor.give(program.loss, leaves)
         aux = [self._returned(executor, r, leaves) for r in program.aux]
-        if program.grad_norm is not None and not replaced:
+        if ending.replaced:
+            self.grad_norm = ending.grad_norm
+        elif program.grad_norm is not None:
             self.grad_norm = executor.give(program.grad_norm, leaves)
         for i, p in enumerate(plan.watch.parameters):
-            region = grads.get(i) if self.options.keep_grads else None
+            region = ending.grads.get(i) if self.options.keep_grads else None
             p.grad = executor.give(region, leaves) if region is not None else None
         executor.release_()
         if rehearse and updated:
@@ -401,46 +382,6 @@ class CompiledStep:
         """A tensor for the caller: a copy of what is in the arena, the very bytes of what is the caller's."""
         borrowed = executor.program.buffers[region.buffer].role.borrowed
         return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
-
-    def _own_step(
-        self, plan: Plan, leaves: Sequence[torch.Tensor], grads: Mapping[int, Region], *, clip: bool = False
-    ) -> None:
-        """An optimizer whose update is not in the plan runs its own step on the planned gradients. One that is not
-        torch's might keep them, so it gets copies. What is not held any more is no gradient of the optimizer's."""
-        keeps = not type(self._optimizer).__module__.startswith("torch.optim")
-        for i, p in enumerate(plan.watch.parameters):
-            held = i in grads and plan.executor.holds(grads[i])
-            grad = plan.executor.tensor(grads[i], leaves) if held else None
-            p.grad = grad.clone() if keeps and grad is not None else grad
-        try:
-            if clip:
-                self.grad_norm = self._clipped(plan.watch.parameters)
-            if self._scaling is None:
-                self._optimizer.step()
-            else:
-                self._scaling.step_(plan.executor.found_inf(leaves))
-        except BaseException:
-            for p in plan.watch.parameters:
-                p.grad = None  # they look into the arena
-            raise
-
-    def _clipped(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-        """Clips what is in `.grad`, if that was asked for, and returns the norm before."""
-        if self.options.clip_norm is None:
-            return None
-        wanted = [p for p in parameters if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(wanted, self.options.clip_norm)
-
-    def _scaled(
-        self, plan: Plan, leaves: Sequence[torch.Tensor]
-    ) -> tuple[Callable[[], bool] | None, Callable[[], None] | None]:
-        """With a scaler: what says whether to skip the planned update, unless its kernels see to that themselves, and
-        what updates the scale after it."""
-        scaling, executor = self._scaling, plan.executor
-        if scaling is None or plan.update is None:
-            return None, None
-        skips = None if scaling.in_kernel else lambda: bool(executor.found_inf(leaves).item())
-        return skips, lambda: scaling.update_(executor.found_inf(leaves))
 
     def _drop_grads(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         if not self.options.keep_grads:
