@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from takeback.errors import GradBufferError
-from takeback.grads.engine import Fate, fate_of
+from takeback.grads.engine import Fate, cuda_stream, fate_of
 
 ALIGNMENT_BYTES = 128
 """Of every slice: a cache line of today's GPUs, and more than any vector load needs."""
@@ -57,7 +57,7 @@ class Slot:
         self.name, self.param, self.flat, self.offset, self.view = name, param, flat, offset, view
         self.numel, self.param_dtype = param.numel(), param.dtype
         self.accumulate = get_gradient_edge(param).node  #: held, or its hooks would die with it
-        self.stream = torch.cuda.current_stream(param.device) if param.device.type == "cuda" else None
+        self.stream = cuda_stream(param.device.index) if param.device.type == "cuda" else None
         self.attached = True
         self.lock = threading.RLock()  #: held while the slice is written
         self.copies = 0  #: made for the gradient that the slice holds now
@@ -122,7 +122,7 @@ class Slot:
             return "a hook on the parameter must see the gradient"
         if getattr(self.param, "_post_accumulate_grad_hooks", None):
             return "a post-accumulate hook on the parameter must be called"
-        if self.stream is not None and torch.cuda.current_stream(self.param.device) != self.stream:
+        if self.stream is not None and cuda_stream(self.view.device.index) != self.stream:
             return "computed on another CUDA stream than the one the buffer was made on"
         if self.param.grad is not None and not self.holds():
             return ".grad was assigned from outside"
