@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import takeback as tb
+from common import cpu
 from takeback import zoo
 from takeback.run import allocator
 from takeback.run.eager import eager_step
@@ -183,7 +184,7 @@ def main() -> None:
         console.print("[red]takeback's parameters differ from eager's")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     machine = {
-        "cpu": _cpu(),
+        "cpu": cpu(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "takeback": tb.__version__,
@@ -192,14 +193,6 @@ def main() -> None:
     }
     arguments.out.write_text(json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
     console.print(f"written to {arguments.out}")
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

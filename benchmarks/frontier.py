@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import json
-import platform
 import random
 import statistics
 import subprocess
@@ -36,8 +34,8 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 import takeback as tb
+from common import machine, peak_bytes
 from takeback import zoo
-from takeback.run import allocator
 from takeback.run.eager import eager_step
 
 MIB = 1 << 20
@@ -154,33 +152,6 @@ def inductor(case: zoo.Case, budget: float) -> Step:
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
-def peak_of(step: Step, device: str) -> int:
-    """The most bytes alive during one step above what was alive before it."""
-    if device == "cuda":
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-        step()
-        torch.cuda.synchronize()
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"] - before)
-    native = allocator.load()
-    assert native is not None, "the benchmark measures with the native allocator; it needs g++"
-    with native.record(allocator.Cell()) as recording:
-        step()
-    level = most = 0
-    sizes: dict[int, int] = {}
-    for event in recording.events:
-        block = int(event["id"])
-        if event["kind"] == allocator.ALLOC:
-            sizes[block] = int(event["size_bytes"])
-            level += sizes[block]
-        elif block in sizes:
-            level -= sizes.pop(block)
-        most = max(most, level)
-    return most
-
-
 @dataclass(frozen=True)
 class Result:
     """One system beside eager, in a process of their own."""
@@ -222,7 +193,7 @@ def worker(name: str, device: str, system: str, rounds: int) -> Result:
             report = ours.report()  # its arena is one block, so the allocator sees no peak of its own
             peaks[s] = report.peak_bytes - report.resident_bytes
         else:
-            peaks[s] = peak_of(each, device)
+            peaks[s] = peak_bytes(each, device)
     times: dict[str, list[float]] = {s: [] for s in steps}
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for r in range(rounds):
@@ -325,20 +296,13 @@ def main() -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     console = Console(width=120, file=sys.stdout)
     rows: list[Row] = []
-    machine = {
-        "device": torch.cuda.get_device_name() if arguments.device == "cuda" else _cpu(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "takeback": tb.__version__,
-        "python": platform.python_version(),
-        "rounds": arguments.rounds,
-    }
+    where = machine(arguments.device) | {"rounds": arguments.rounds}
     for name in arguments.cases:
         with Progress(console=console, transient=True) as progress:
             rows += measure(name, progress, arguments)
         show(console, [r for r in rows if r.case == name])
         # Written after every case, so that an interrupted run keeps what it has.
-        out.write_text(json.dumps({"machine": machine, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+        out.write_text(json.dumps({"machine": where, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
     console.print(f"written to {out}")
 
 
@@ -360,14 +324,6 @@ def _no_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":
