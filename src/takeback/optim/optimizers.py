@@ -66,7 +66,27 @@ class SGD(FlatOptimizer, torch.optim.SGD):
         )
 
 
-class Adam(FlatOptimizer, torch.optim.Adam):
+class _AdamGroups(FlatOptimizer):
+    """What Adam and AdamW read of a group; torch's AdamW is an Adam with decoupled decay."""
+
+    def _names(self, group: Group) -> tuple[str, ...]:
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+    def _settings(self, group: Group) -> AdamSettings:
+        beta1, beta2 = group["betas"]
+        return AdamSettings(
+            lr=group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+        )
+
+
+class Adam(_AdamGroups, torch.optim.Adam):
     """torch.optim.Adam over a GradBuffer, with flat state. `groups`, `clip_norm` and `kernel` as for SGD."""
 
     def __init__(
@@ -95,14 +115,8 @@ class Adam(FlatOptimizer, torch.optim.Adam):
             fused=True,
         )
 
-    def _names(self, group: Group) -> tuple[str, ...]:
-        return _adam_names(group)
 
-    def _settings(self, group: Group) -> AdamSettings:
-        return _adam_settings(group)
-
-
-class AdamW(FlatOptimizer, torch.optim.AdamW):
+class AdamW(_AdamGroups, torch.optim.AdamW):
     """torch.optim.AdamW over a GradBuffer, with flat state. `groups`, `clip_norm` and `kernel` as for SGD."""
 
     def __init__(
@@ -130,27 +144,3 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
             maximize=maximize,
             fused=True,
         )
-
-    def _names(self, group: Group) -> tuple[str, ...]:
-        return _adam_names(group)
-
-    def _settings(self, group: Group) -> AdamSettings:
-        return _adam_settings(group)
-
-
-def _adam_names(group: Group) -> tuple[str, ...]:
-    return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-
-
-def _adam_settings(group: Group) -> AdamSettings:
-    beta1, beta2 = group["betas"]
-    return AdamSettings(
-        lr=group["lr"] if isinstance(group["lr"], Tensor) else float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        amsgrad=bool(group["amsgrad"]),
-        maximize=bool(group["maximize"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-    )
