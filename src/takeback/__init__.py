@@ -1,9 +1,10 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner."""
 
-from takeback import optim
+from takeback import nn, optim
 from takeback.errors import (
     BorrowError,
     CaptureError,
+    ConvertError,
     GradBufferError,
     MemoryTargetError,
     OptionError,
@@ -23,6 +24,7 @@ __all__ = [
     "BorrowError",
     "CaptureError",
     "CompiledStep",
+    "ConvertError",
     "GradBuffer",
     "GradBufferError",
     "MemoryTargetError",
@@ -34,6 +36,7 @@ __all__ = [
     "VerifyError",
     "compile_step",
     "largest_batch",
+    "nn",
     "optim",
     "predict",
 ]

@@ -30,6 +30,10 @@ class GradBufferError(TakebackError, RuntimeError):
     """A gradient is not, or cannot be, where a `GradBuffer` keeps it."""
 
 
+class ConvertError(TakebackError):
+    """A model that `takeback.nn.convert` changed does not compute what it did before."""
+
+
 class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
 

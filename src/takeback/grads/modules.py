@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from takeback.engine import transformed
 from takeback.errors import GradBufferError
 from takeback.grads import conv, norms
-from takeback.grads.engine import transformed
 from takeback.grads.linear import Embedding, Linear, autocast_to, cast_like_autocast
 from takeback.grads.slots import slot_of
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from takeback.engine import Fate, cuda_stream, fate_of
 from takeback.errors import GradBufferError
-from takeback.grads.engine import Fate, cuda_stream, fate_of
 
 ALIGNMENT_BYTES = 128
 """Of every slice: a cache line of today's GPUs, and more than any vector load needs."""

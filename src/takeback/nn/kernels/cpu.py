@@ -1,32 +1,16 @@
-"""Runs a norm's backward on the CPU: a `Call` in, its dx and slices written, or the reason why they were not.
-
-The C++ beside this file is compiled on first use, for the vector width that torch itself uses on this machine. That
-width is in the file's name in the cache, so machines that share a cache never run each other's instructions.
-"""
+"""Runs a norm's backward on the CPU: a `Call` in, its dx and slices written, or the reason why they were not."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 import threading
-import warnings
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from takeback.native import load
 from takeback.nn.kernels.call import Call, Into
-from takeback.options import cache_dir, compiler
+from takeback.nn.kernels.library import DTYPES, address, open_library
 
-_FOLDER = Path(__file__).parent
-_SOURCE = _FOLDER / "norms.cpp"
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_VECTORS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"),
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}
 _lock = threading.Lock()
 
 
@@ -51,7 +35,7 @@ def run_(call: Call) -> str | None:
     if isinstance(library, str):
         return library
     native = _Call(
-        *map(_address, (call.dy, call.x, call.weight, call.mean, call.rstd, call.dx)),
+        *map(address, (call.dy, call.x, call.weight, call.mean, call.rstd, call.dx)),
         _slice(call.weight_grad),
         _slice(call.bias_grad),
         call.batch,
@@ -59,8 +43,8 @@ def run_(call: Call) -> str | None:
         call.spots,
         call.groups,
         call.eps,
-        _DTYPES[call.x.dtype],
-        _DTYPES[call.x.dtype if call.weight is None else call.weight.dtype],
+        DTYPES[call.x.dtype],
+        DTYPES[call.x.dtype if call.weight is None else call.weight.dtype],
         call.training,
         torch.get_num_threads(),
     )
@@ -69,41 +53,12 @@ def run_(call: Call) -> str | None:
     return None
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _slice(into: Into | None) -> _Slice:
     if into is None:
         return _Slice(None, 0, 0)
-    return _Slice(into.slice.data_ptr(), _DTYPES[into.slice.dtype], into.accumulate)
+    return _Slice(into.slice.data_ptr(), DTYPES[into.slice.dtype], into.accumulate)
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | str:
-    """The compiled kernels, or why there are none."""
-    headers = [path.read_text() for path in sorted(_FOLDER.glob("*.h"))]
-    try:
-        library, unkept = load(
-            _SOURCE, _flags(), _opened, cache_dir=cache_dir(), compiler=compiler(), built_from=headers
-        )
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"the native CPU kernels are not available: {error}"
-    if unkept is not None:
-        text = f"takeback: cannot keep the compiled norms in {cache_dir()} ({unkept}): compiled in every process"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return library
-
-
-def _flags() -> list[str]:
-    vectors = _VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())
-    # libgomp.so.1 is already loaded, by torch, under that very name: its threads are used.
-    shared = ("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fopenmp")
-    return ["-O3", "-ffp-contract=fast", *shared, *vectors]
-
-
-def _opened(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))  # lets go of the GIL while it runs
-    library.tb_norm_backward.restype = ctypes.c_int
-    library.tb_norm_backward.argtypes = [ctypes.c_int, ctypes.POINTER(_Call)]
-    return library
+    return open_library("norms.cpp", {"tb_norm_backward": [ctypes.c_int, ctypes.POINTER(_Call)]})

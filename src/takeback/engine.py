@@ -1,0 +1,70 @@
+"""What only torch's internals can say: what becomes of a gradient, who else holds a tensor's bytes, what is running.
+
+`Tensor.backward` adds a leaf's gradient into `.grad`, `torch.autograd.grad` hands it to the caller, and either may not
+want it at all. torch has no public way to ask, and a gradient written straight into `.grad` would be silently wrong in
+the last two. Nor does it say how many tensors share a storage or whether the graph will be read again, without which
+nothing that was saved may be overwritten. Under torch.func or forward mode a Function of ours has no rule. Checked on
+2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node
+
+
+class Fate(enum.Enum):
+    """What happens to the gradient of a leaf in the running backward."""
+
+    ACCUMULATED = enum.auto()  #: it is added into `.grad`
+    RETURNED = enum.auto()  #: torch.autograd.grad gives it to its caller
+    UNUSED = enum.auto()  #: nobody asked for it
+
+
+def fate_of(accumulate: Node) -> Fate:
+    """The fate of what reaches an AccumulateGrad node."""
+    try:
+        runs = torch._C._will_engine_execute_node(accumulate)
+    except RuntimeError:  # it refuses leaves under torch.autograd.grad
+        return Fate.RETURNED
+    return Fate.ACCUMULATED if runs else Fate.UNUSED
+
+
+def transformed() -> bool:
+    """Whether torch.func's grad, vmap, jvp, ... or forward-mode differentiation is running."""
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
+
+
+def cuda_stream(device: int) -> int:
+    """The current stream, in a fraction of the time that `torch.cuda.current_stream` takes: it is asked for every
+    gradient."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def holders(storage: torch.UntypedStorage) -> int:
+    """How many C++ owners the storage has: each tensor over it, alias or view, and the Python object itself."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def graph_is_kept() -> bool:
+    """In a backward: whether it was called with retain_graph or create_graph, so that another may follow."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def saved_through_hooks() -> bool:
+    """Whether what is saved for backward now goes through saved-tensor hooks: checkpointing, offloading, a user's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def being_recorded() -> bool:
+    """Whether a dispatch mode sees every operator: make_fx, fake tensors, a profiler in Python, takeback's capture."""
+    return int(torch._C._len_torch_dispatch_stack()) > 0
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has a shape and no values."""
+    return isinstance(tensor, FakeTensor)

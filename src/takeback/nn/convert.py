@@ -1,0 +1,695 @@
+"""`convert` turns a model's batch norms and activations into activated norms; `revert` gives torch's modules back.
+
+Both change the model in place and keep its parameters, buffers, state_dict keys and module paths: an optimizer made
+before goes on. Where an activation module stood, there is a `Fused`; where a forward calls a function, or a module that
+other places need too, that one call is cut out of a copy of the forward, in a subclass which only such modules have.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+import textwrap
+import types
+import warnings
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from takeback.errors import ConvertError, OptionError
+from takeback.nn.pairs import (
+    Activation,
+    Call,
+    Candidate,
+    Graphs,
+    Kept,
+    Scope,
+    find_pairs,
+    first,
+    is_plain_sequential,
+    touched,
+)
+
+WIDTH = 80
+STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+LEAKY = Activation("leaky_relu", 0.01)  #: what relu="leaky_relu" puts in place of a relu
+
+# Attributes that the two functions leave on the user's modules.
+REPORT = "takeback_conversion"  #: on the model: its `Conversion`
+ORIGIN = "takeback_origin"  #: on an activated norm: its `Origin`
+LEFT = "takeback_left_cut"  #: on a module with cuts: those that `revert` must leave
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A norm that was replaced: `became` what, and why that form. `activation` is empty where none followed."""
+
+    path: str
+    activation: str
+    became: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert` did with each batch norm of a model; `str()` is a table."""
+
+    changed: tuple[Changed, ...]
+    kept: tuple[Kept, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.changed)} batch norms converted, {len(self.kept)} kept"]
+        groups: dict[tuple[str, str], list[str]] = {}
+        for changed in self.changed:
+            taken = f" <- {changed.activation}" if changed.activation else ""
+            groups.setdefault((changed.became, changed.reason), []).append(f"{changed.path or 'the model'}{taken}")
+        for kept in self.kept:
+            groups.setdefault(("kept", kept.reason), []).append(kept.path or "the model")
+        for (became, reason), members in groups.items():
+            lines += ["", *_wrapped(f"{became}: {reason}", "")]
+            lines += [line for member in members for line in _wrapped(member, "    ")]
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module,
+    *,
+    relu: Literal["relu", "leaky_relu"] = "relu",
+    group: Any = None,
+    example: Tensor | tuple[Any, ...] | None = None,
+) -> nn.Module:
+    """Replace batch norms and the activations after them by activated norms, in place; `conversion` says which and why.
+
+    Args:
+        relu: "relu" keeps the function, and saves memory only where silu, leaky_relu or elu follow a norm; "leaky_relu"
+            puts leaky_relu with slope 0.01 in its place, as inplace_abn's models do: another function, to train anew.
+        group: synchronise every norm over this process group; "world" for all processes.
+        example: an input, or a tuple of them. Copies of the model run forward and backward on it, before and after; if
+            outputs or gradients differ, the model is given back as it was and `ConvertError` raised.
+
+    Returns:
+        The model; the new module where the model itself is a norm that is replaced.
+    """
+    if relu not in ("relu", "leaky_relu"):
+        raise OptionError(f"relu is 'relu' or 'leaky_relu', got {relu!r}")
+    before = copy.deepcopy(model) if example is not None else None
+    graphs, found = find_pairs(model)
+    held = _held_modules(model)
+    found = [_unless_held(each, held) if isinstance(each, Candidate) else each for each in found]
+    decided = [_decide(each, relu, sync=group is not None) if isinstance(each, Candidate) else each for each in found]
+    plan = _with_removals(graphs, decided)
+    report: list[Changed | Kept] = []
+    replaced: dict[nn.Module, nn.Module] = {}
+    for each in plan:
+        if isinstance(each, Kept):
+            report.append(_synchronised_(model.get_submodule(each.path), each, group, replaced))
+        else:
+            replaced[each.of.norm] = _activated(each, group)
+            report.append(each.changed)
+    report += _from_inplace_abn_(model, group, replaced)
+    _remove_activations_([each for each in plan if isinstance(each, Decision)], replaced)
+    model = _replace_(model, replaced)
+    changed = tuple(each for each in report if isinstance(each, Changed))
+    setattr(model, REPORT, Conversion(changed, tuple(each for each in report if isinstance(each, Kept))))
+    if before is not None:
+        renamed = any(isinstance(each, Decision) and each.renamed for each in plan)
+        try:
+            _compare(before, model, example if isinstance(example, tuple) else (example,), values=not renamed)
+        except ConvertError:
+            revert(model)
+            raise
+    return model
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """What the last `convert` of this model changed and kept, and why."""
+    if REPORT not in vars(model):
+        raise ValueError(f"this {type(model).__name__} was not converted: takeback.nn.convert(model) comes first")
+    report: Conversion = vars(model)[REPORT]
+    return report
+
+
+def revert(model: nn.Module, *, example: Tensor | tuple[Any, ...] | None = None) -> nn.Module:
+    """Put batch norms and activations back, in place, for export: the same outputs by torch's own modules and ops.
+
+    What `convert` made becomes what it was, each activation where it stood. A norm that was never converted becomes an
+    `ABN`, which runs torch's ops under the same state_dict keys; so does one whose relu became a leaky_relu in the
+    middle of a forward. With an `example` input, which tells the dimensions, those without activation become
+    BatchNorm1d, 2d or 3d. The scale |weight| + eps is written into the weight.
+    """
+    from takeback.nn.abn import ABN
+
+    dims = _dimensions(model, example if isinstance(example, tuple) else (example,)) if example is not None else {}
+    replaced: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, Fused):
+            replaced[module] = module.released()
+        elif isinstance(module, ABN) or ORIGIN in vars(module):
+            replaced[module] = _plain(module, dims.get(module))
+        elif CUTS in vars(type(module)):
+            base, _ = vars(type(module))[CUTS]
+            left = vars(module).get(LEFT, frozenset())
+            module.__class__ = cut_class(base, left) if left else base
+    vars(model).pop(REPORT, None)
+    return _replace_(model, replaced)
+
+
+# -- which form each norm takes ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """A candidate, what it becomes, and the activation of that."""
+
+    of: Candidate
+    form: Literal["ABN", "InPlaceABN", "InPlaceABNSync"]
+    activation: Activation
+    reason: str
+    removals: tuple[Removal, ...] = ()
+
+    @property
+    def renamed(self) -> bool:
+        """Whether it computes something else than before."""
+        return self.activation != self.of.activation
+
+    @property
+    def changed(self) -> Changed:
+        reason = self.reason + ("; its relu became a leaky_relu, another function" if self.renamed else "")
+        return Changed(self.of.path, self.of.label, f"{self.form}({self.activation})", reason)
+
+
+def _decide(of: Candidate, relu: str, *, sync: bool) -> Decision | Kept:
+    from takeback.nn.functional import inverse_of
+
+    activation = LEAKY if of.activation.name == "relu" and relu == "leaky_relu" else of.activation
+    sync = sync or isinstance(of.norm, nn.SyncBatchNorm)
+    form: Literal["InPlaceABN", "InPlaceABNSync"] = "InPlaceABNSync" if sync else "InPlaceABN"
+    if why := inverse_of(activation.name, activation.param, torch.float32):
+        return Decision(of, form, activation, f"leaves its input as it is and keeps it: {why}")
+    if of.writer is not None:
+        return Kept(of.path, f"{of.writer} overwrites the output, which an activated norm keeps for backward")
+    if of.not_overwritable is None:
+        return Decision(of, form, activation, "overwrites its input, which nobody else reads")
+    if sync:
+        return Kept(of.path, f"InPlaceABNSync would overwrite its input, but {of.not_overwritable}")
+    return Decision(of, "ABN", activation, f"does not overwrite its input: {of.not_overwritable}")
+
+
+def _unless_held(of: Candidate, held: Mapping[nn.Module, str]) -> Candidate | Kept:
+    """Kept, if an attribute that is no submodule holds the norm or its activation: that one would not be replaced."""
+    called = [call for call in of.calls if call.node.op == "call_module"]
+    involved = [of.norm, *(call.scope.module.get_submodule(str(call.node.target)) for call in called)]
+    holder = first(held.get(module) for module in involved)
+    return of if holder is None else Kept(of.path, f"{holder} holds it or its activation as a plain attribute")
+
+
+def _held_modules(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules in plain attributes, or in lists and dicts there, and the attribute's name."""
+    held: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Fused):
+            continue
+        for name, value in vars(module).items():
+            if name in ("_modules", "_parameters", "_buffers") or isinstance(value, (str, Tensor)):
+                continue
+            values = value.values() if isinstance(value, Mapping) else value
+            for each in values if isinstance(values, Collection) else [value]:
+                if isinstance(each, nn.Module):
+                    held.setdefault(each, f"{path or 'the model'}.{name}")
+    return held
+
+
+# -- how each activation is taken out ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An activation module whose every call goes."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One place in a Sequential."""
+
+    sequential: nn.Module
+    name: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class CutOut:
+    """One call in a module's forward, or in another of its methods."""
+
+    module: nn.Module
+    cut: Cut
+
+
+Removal = Whole | Slot | CutOut
+
+
+def _with_removals(graphs: Graphs, decided: list[Decision | Kept]) -> list[Decision | Kept]:
+    """Add to each decision how its activation goes; keep the norms whose activation cannot go. Each one that is kept
+    may need an activation module that others wanted to remove, so this is repeated until nothing changes.
+    """
+    while True:
+        gone = {call.node for each in decided if isinstance(each, Decision) for call in each.of.calls}
+        planned: list[Decision | Kept] = []
+        for each in decided:
+            if isinstance(each, Decision):
+                removals = [_removal(graphs, call, gone) for call in each.of.calls]
+                why = first(removal for removal in removals if isinstance(removal, str))
+                if why is not None:
+                    planned.append(Kept(each.of.path, f"{each.of.label} follows it, but {why}"))
+                    continue
+                found = tuple(dict.fromkeys(removal for removal in removals if not isinstance(removal, str)))
+                each = Decision(each.of, each.form, each.activation, each.reason, found)
+            planned.append(each)
+        if [type(each) for each in planned] == [type(each) for each in decided]:
+            return planned
+        decided = planned
+
+
+def _removal(graphs: Graphs, call: Call, gone: set[Any]) -> Removal | str:
+    """How one activation call goes, given all that go; or why it cannot."""
+    scope, node = call.scope, call.node
+    if node.op == "call_module":
+        module = scope.module.get_submodule(node.target)
+        staying = [use for use in graphs.calls[module] if use.node not in gone]
+        if not staying and module not in graphs.strangers:
+            return Whole(module)
+        if is_plain_sequential(scope.module):
+            if others := [use for use in staying if not is_plain_sequential(use.scope.module)]:
+                return f"it is also called elsewhere ({others[0].scope.show(others[0].node)})"
+            return Slot(scope.module, node.target, module)
+    try:
+        cut = _cut(scope, node)
+        here = scope.sites[node]
+        if any(site == here and other not in gone for other, site in scope.sites.items()):
+            return f"the same call at {here} follows other modules too"
+        cut_class(_base(scope.module), frozenset({cut}))
+    except CutError as error:
+        return str(error)
+    return CutOut(scope.module, cut)
+
+
+def _remove_activations_(decisions: list[Decision], replaced: dict[nn.Module, nn.Module]) -> None:
+    """Take the activations out.
+
+    One that changed its function and stood in a forward cannot go back there: `revert` then leaves it in its norm, and
+    in those that share an activation module with that norm.
+    """
+    carried = {each for each in decisions if each.renamed and any(isinstance(way, CutOut) for way in each.removals)}
+    shared = {each: {way.module for way in each.removals if isinstance(way, Whole)} for each in decisions}
+    while more := {
+        each for each in decisions for other in carried if each not in carried and shared[each] & shared[other]
+    }:
+        carried |= more
+    cuts: dict[nn.Module, set[Cut]] = {}
+    left: dict[nn.Module, set[Cut]] = {}
+    for each in decisions:
+        _remember_(replaced[each.of.norm], each.of.norm, carries=each in carried)
+        for way in each.removals:
+            if isinstance(way, CutOut):
+                cuts.setdefault(way.module, set()).add(way.cut)
+                left.setdefault(way.module, set()).update({way.cut} if each in carried else ())
+                continue
+            activation = way.module
+            if each in carried:
+                activation = nn.Identity()
+            elif each.renamed:
+                activation = nn.LeakyReLU(LEAKY.param, inplace=getattr(way.module, "inplace", False))
+            if isinstance(way, Slot):
+                setattr(way.sequential, way.name, Fused(activation))
+            else:
+                replaced[way.module] = Fused(activation)
+    for module, several in cuts.items():
+        before = vars(type(module)).get(CUTS, (None, frozenset()))[1]
+        base = _base(module)
+        if left[module]:
+            vars(module)[LEFT] = vars(module).get(LEFT, frozenset()) | left[module]
+        module.__class__ = cut_class(base, before | several)
+
+
+class Fused(nn.Identity):
+    """Stands where an activation stood that the norm before it now applies; passes its input on."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.held = (activation,)  # in a tuple, so that it is no submodule
+        self.training = activation.training
+
+    def released(self) -> nn.Module:
+        """The activation, to stand here again."""
+        (activation,) = self.held
+        activation.training = self.training
+        return activation
+
+    def extra_repr(self) -> str:
+        return str(self.held[0])
+
+
+# -- forwards with a call cut out ----------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A call in a method's source, by where it ends; lines count from the method's first."""
+
+    method: str
+    line: int
+    column: int
+
+
+CUTS = "_takeback_cuts"  #: on a class made by `cut_class`: the class it is made from, and its cuts
+
+
+class CutError(Exception):
+    """Why a call cannot be cut out."""
+
+
+def _base(module: nn.Module) -> Any:
+    return vars(type(module)).get(CUTS, (type(module),))[0]
+
+
+def _cut(scope: Scope, node: Any) -> Cut:
+    """Where in its class a call stands."""
+    site = scope.sites.get(node)
+    if site is None or site.owner is not scope.module:
+        raise CutError("it is not called in a method of its module")
+    cls = type(scope.module)
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name)
+        if isinstance(function, types.FunctionType) and function.__code__ is site.code:
+            return Cut(name, site.line - site.code.co_firstlineno, site.column)
+    raise CutError(f"it is called at {site}, in a function that is decorated or no method")
+
+
+@functools.cache
+def cut_class(base: Any, cuts: frozenset[Cut]) -> Any:
+    """A subclass of `base` without some calls of functions of one argument: their argument stands there instead."""
+    own_ways = ("__reduce_ex__", "__reduce__", "__deepcopy__")
+    if any(getattr(base, name, None) is not getattr(object, name, None) for name in own_ways):
+        raise CutError(f"{base.__name__} pickles itself in its own way")
+    namespace: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_cut,
+        CUTS: (base, cuts),
+    }
+    for method in sorted({cut.method for cut in cuts}):
+        namespace[method] = _without(
+            inspect.getattr_static(base, method), {cut for cut in cuts if cut.method == method}
+        )
+    return type(base.__name__, (base,), namespace)
+
+
+def _reduce_cut(module: nn.Module, protocol: int) -> tuple[Any, ...]:
+    """A pickle names the class and the cuts, and a digest of the source they were made in."""
+    base, cuts = vars(type(module))[CUTS]
+    rest = object.__reduce_ex__(module, max(protocol, 2))[2:]
+    return _rebuild, (base, cuts, _digest(base, cuts)), *rest
+
+
+def _rebuild(base: Any, cuts: frozenset[Cut], digest: int) -> nn.Module:
+    if _digest(base, cuts) != digest:
+        raise ConvertError(
+            f"{base.__qualname__} was converted with another source: calls were cut out of its forward. "
+            "Build the model, convert it, and load its state_dict."
+        )
+    cls = cut_class(base, cuts)
+    return cls.__new__(cls)
+
+
+def _digest(base: type[nn.Module], cuts: frozenset[Cut]) -> int:
+    methods = sorted({cut.method for cut in cuts})
+    return zlib.crc32("".join(inspect.getsource(inspect.getattr_static(base, name)) for name in methods).encode())
+
+
+def _without(function: types.FunctionType, cuts: set[Cut]) -> types.FunctionType:
+    """A copy of a function with calls cut out of its source; its lines keep their numbers."""
+    code = function.__code__
+    _check_source(function)
+    tree = _parsed(function)
+    cutter = _Cutter({(code.co_firstlineno + cut.line, cut.column) for cut in cuts})
+    edited = _compiled(function, cutter.visit(tree))
+    if cutter.places:
+        raise CutError(f"no call of one argument ends at {sorted(cutter.places)} in {function.__qualname__}")
+    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in edited.co_freevars)
+    made = types.FunctionType(edited, function.__globals__, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    del made.__wrapped__  # type: ignore[attr-defined]
+    return made
+
+
+class _Cutter(ast.NodeTransformer):
+    """Puts a call's one argument, or the object whose method it is, in the call's place."""
+
+    def __init__(self, places: set[tuple[int, int]]) -> None:
+        self.places = places
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        place = (node.end_lineno or 0, node.end_col_offset or 0)
+        if place not in self.places:
+            return node
+        named = [each.value for each in node.keywords if each.arg == "input"]
+        taken = [*node.args[:1], *named]
+        if not taken and isinstance(node.func, ast.Attribute):
+            taken = [node.func.value]
+        if not taken or isinstance(taken[0], ast.Starred):
+            return node
+        self.places.remove(place)
+        return taken[0]
+
+
+def _parsed(function: types.FunctionType) -> ast.Module:
+    """The file a function stands in."""
+    try:
+        lines, _ = inspect.findsource(function)
+        return ast.parse("".join(lines))
+    except (OSError, SyntaxError):
+        raise CutError(f"the source of {function.__qualname__} is not available") from None
+
+
+def _compiled(function: types.FunctionType, tree: ast.Module) -> types.CodeType:
+    """The function's code from its file: only all of it compiles to the same code, with imports and closures known."""
+    wanted = function.__code__
+    waiting = [compile(ast.fix_missing_locations(tree), wanted.co_filename, "exec", dont_inherit=True)]
+    while waiting:
+        code = waiting.pop()
+        if (code.co_qualname, code.co_firstlineno) == (wanted.co_qualname, wanted.co_firstlineno):
+            return code
+        waiting += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    raise CutError(f"the source of {function.__qualname__} is not where it was")
+
+
+@functools.lru_cache(maxsize=256)
+def _check_source(function: types.FunctionType) -> None:
+    """Raise if a file no longer says what was imported from it, or something else rewrote the function."""
+    if not _same_code(_compiled(function, _parsed(function)), function.__code__):
+        raise CutError(f"the source of {function.__qualname__} is not what runs")
+
+
+def _same_code(one: types.CodeType, other: types.CodeType) -> bool:
+    def facts(code: types.CodeType) -> tuple[object, ...]:
+        constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
+        return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
+
+    return facts(one) == facts(other)
+
+
+# -- replacing modules ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a converted norm was; `carries`: its activation has no other place to go back to."""
+
+    norm: type[nn.Module]
+    carries: bool
+    attributes: tuple[str, ...]  #: names of what others had set on it, and which it still has
+
+
+def _remember_(made: nn.Module, norm: nn.Module, *, carries: bool = False) -> None:
+    names = tuple(name for name in vars(norm) if name not in vars(made) and name != "process_group")
+    vars(made).update({name: vars(norm)[name] for name in names})
+    vars(made)[ORIGIN] = Origin(type(norm), carries, names)
+
+
+def _activated(decision: Decision, group: Any) -> nn.Module:
+    from takeback.nn import abn
+
+    norm: Any = decision.of.norm
+    extra = {"group": _group(group, norm)} if decision.form == "InPlaceABNSync" else {}
+    settings = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    activation = decision.activation
+    made = getattr(abn, decision.form)(*settings, activation.name, activation.param, device="meta", **extra)
+    return _take_state_(made, norm)
+
+
+def _take_state_(made: nn.Module, norm: nn.Module) -> nn.Module:
+    """Give it the very parameters and buffers of `norm`, so that an optimizer goes on, and its hooks."""
+    for name in STATE:
+        if hasattr(norm, name):
+            setattr(made, name, getattr(norm, name))
+    vars(made).update({name: value for name, value in vars(norm).items() if name.endswith("_hooks")})
+    made.training = norm.training
+    return made
+
+
+def _group(group: Any, norm: Any) -> Any:
+    """The group to synchronise over; None is all processes."""
+    if group is None:
+        return getattr(norm, "process_group", None)
+    return None if group == "world" else group
+
+
+def _synchronised_(norm: Any, kept: Kept, group: Any, replaced: dict[nn.Module, nn.Module]) -> Changed | Kept:
+    """With a group, a norm that is kept is at least synchronised, by torch's own SyncBatchNorm."""
+    if group is None or isinstance(norm, nn.SyncBatchNorm):
+        return kept
+    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or touched(norm):
+        warnings.warn(f"takeback.nn.convert: {kept.path} stays without synchronisation: {kept.reason}", stacklevel=3)
+        return kept
+    settings = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+    made = _take_state_(nn.SyncBatchNorm(*settings, _group(group, norm), device="meta"), norm)
+    _remember_(made, norm)
+    replaced[norm] = made
+    return Changed(kept.path, "", "SyncBatchNorm", f"synchronised as it is: {kept.reason}")
+
+
+def _from_inplace_abn_(model: nn.Module, group: Any, replaced: dict[nn.Module, nn.Module]) -> Iterator[Changed]:
+    """The modules of the package inplace_abn, which overwrite their inputs already."""
+    from takeback.nn import abn
+
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        package = type(module).__module__.partition(".")[0]
+        if package != "inplace_abn" or name not in ("ABN", "InPlaceABN", "InPlaceABNSync") or touched(module):
+            continue
+        old: Any = module
+        sync = name == "InPlaceABNSync" or (group is not None and name == "InPlaceABN")
+        form = "InPlaceABNSync" if sync else name
+        extra: dict[str, Any] = {} if form == "ABN" else {"scale": "absolute"}
+        if sync:
+            extra["group"] = getattr(old, "group", None) if group is None else _group(group, old)
+        activation = Activation(str(getattr(old.activation, "value", old.activation)), float(old.activation_param))
+        settings = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        device = next(iter(old.state_dict().values())).device
+        made = getattr(abn, form)(*settings, activation.name, activation.param, device=device, **extra)
+        replaced[module] = _take_state_(made, module)
+        yield Changed(path, "", f"{form}({activation})", f"was {package}'s {name}")
+
+
+def _plain(module: Any, dims: int | None) -> nn.Module:
+    """An activated norm as a batch norm of torch; as an ABN where its activation or dimensions have no other place."""
+    from takeback.nn.abn import ABN
+
+    origin: Origin | None = vars(module).get(ORIGIN)
+    settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+    if origin is not None and not origin.carries:
+        extra = {"process_group": module.group} if origin.norm is nn.SyncBatchNorm else {}
+        made: nn.Module = origin.norm(*settings, device="meta", **extra)
+    elif dims in DIMENSIONS and module.activation == "identity":
+        made = DIMENSIONS[dims](*settings, device="meta")
+    elif type(module) is ABN and origin is None:
+        return module
+    else:
+        made = ABN(*settings, module.activation, module.activation_param, device="meta")
+    _take_state_(made, module)
+    vars(made).update({name: vars(module)[name] for name in (origin.attributes if origin else ())})
+    if getattr(getattr(module, "scale", None), "value", None) == "absolute" and module.weight is not None:
+        weight = module.weight.detach().abs() + module.eps
+        made.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
+    return made
+
+
+def _replace_(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Put modules in the places of others, under every path they have."""
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if path and module in replaced:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, replaced[module])
+    return replaced.get(model, model)
+
+
+def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Module, int]:
+    """How many dimensions the inputs of the model's activated norms have, by running it."""
+    from takeback.nn.abn import ABN
+
+    dims: dict[nn.Module, int] = {}
+    norms = [module for module in model.modules() if isinstance(module, ABN)]
+    hooks = [norm.register_forward_pre_hook(lambda norm, args: dims.update({norm: args[0].dim()})) for norm in norms]
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(*example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, flag in flags:
+            module.training = flag
+    return dims
+
+
+# -- comparing, and small things -----------------------------------------------------------------------------------
+
+
+def _compare(before: nn.Module, model: nn.Module, example: tuple[Any, ...], *, values: bool) -> None:
+    """Raise if the two models' outputs or gradients differ by more than their dtype's rounding explains."""
+    expected = _step(before, example)
+    try:
+        actual = _step(copy.deepcopy(model), example)
+    except RuntimeError as error:
+        raise ConvertError(f"the converted model fails on the example: {error}") from error
+    assert expected.keys() == actual.keys()
+    for name, wanted in expected.items() if values else ():
+        size = float(wanted.double().norm())
+        difference = float((actual[name].double() - wanted.double()).norm())
+        if not difference <= torch.finfo(wanted.dtype).eps ** 0.5 * max(size, 1e-3):
+            raise ConvertError(
+                f"on the example, {name} of the converted model differs by {difference:.1e}, of {size:.1e}. "
+                "A forward does what its traces do not show; convert the submodules around it one by one."
+            )
+
+
+def _step(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
+    """Outputs, and the gradients of their sum in which each element has another weight."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
+        torch.manual_seed(0)
+        result = dict(_tensors(model(*copy.deepcopy(example)), "the output"))
+        reached = [each.flatten().double() for each in result.values() if each.requires_grad]
+        if reached:
+            everything = torch.cat(reached)
+            (everything @ torch.linspace(0.5, 1.5, everything.numel()).to(everything)).backward()
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            result[f"the gradient of {name}"] = parameter.grad
+    return {name: value.detach() for name, value in result.items()}
+
+
+def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, f"{name}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, each in enumerate(value):
+            yield from _tensors(each, f"{name}[{index}]")
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "    ", break_on_hyphens=False)

@@ -1,0 +1,112 @@
+"""Whether an activated norm's backward can start from its output y, or needs its input; and if not, why.
+
+From y: z = act⁻¹(y), xhat = (z - beta) / gamma. That asks for an activation with an inverse, and for weights that did
+not drown xhat: y is rounded relative to |gamma * xhat + beta|, so where |beta| is many times |gamma|, or gamma is next
+to zero, what comes back is noise. (Eager keeps x, whose rounding is relative to |mean| / std.) A layer
+with one such channel keeps its input instead, for as long as that is so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from takeback import engine
+from takeback.nn.kernels.activated import Activation, reach
+
+
+def without_inverse(activation: Activation, param: float, dtype: torch.dtype) -> str | None:
+    """Why act⁻¹ does not give z back, whatever the weights are; None where it does."""
+    if activation == Activation.RELU or (activation == Activation.LEAKY_RELU and param == 0):
+        return "relu sends everything below zero to one value"
+    if activation == Activation.SILU:
+        return "silu takes its values between -0.28 and 0 twice"
+    if activation == Activation.LEAKY_RELU and param < 0:
+        return f"leaky_relu with a slope of {param} takes its positive values twice"
+    if activation == Activation.ELU:
+        if param <= 0:
+            return f"elu with alpha = {param} is not one to one"
+        if dtype in (torch.float16, torch.bfloat16):
+            return "elu flattens out below zero, where half precision keeps no digits of it"
+    return None
+
+
+class Weights:
+    """Watches one layer's weights: `reason(...)` is why y cannot be inverted with them, or None.
+
+    On the CPU the answer is about the weights as they are. On a GPU reading them would stop the host, so the answer is
+    about those of the call before, except at the first call and after `forget`; the kernels take xhat as 0 in a
+    channel that became too small since.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask anew, and wait for the answer: the weights were replaced rather than trained."""
+        self._key: tuple[object, ...] | None = None
+        self._worst: float | None = None
+        self._answer: tuple[Tensor, torch.cuda.Event] | None = None
+        self._asked = False
+
+    def reason(
+        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
+    ) -> str | None:
+        """For activations stored as `dtype`, the least slope of the activation being `slope`."""
+        if weight is None or engine.is_fake(weight):
+            return None
+        if engine.being_recorded():  # into a program that asks again when it is replayed
+            invertible = worst_ratio(weight, bias, reach(dtype).least / slope, absolute_eps) <= reach(dtype).ratio
+            return None if bool(invertible) else "a weight is too small to invert"
+        key = (dtype, *(version for each in (weight, bias) if each is not None for version in _version(each)))
+        if key != self._key:
+            self._ask(weight, bias, dtype, slope, absolute_eps)
+            self._key = key
+        most = reach(dtype).ratio
+        if self._worst is None or self._worst <= most:
+            return None
+        return (
+            f"a weight is too small to invert: |bias| is {self._worst:.3g} times |weight|, and {most:.3g} is the most"
+        )
+
+    def _ask(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
+    ) -> None:
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # a CUDA graph is being captured: nothing may be read, the last answer holds
+        worst = worst_ratio(weight, bias, reach(dtype).least / slope, absolute_eps)
+        if not weight.is_cuda or self._worst is None:
+            self._worst, self._asked = float(worst), False
+            return
+        if self._answer is None:
+            self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
+        answer, arrived = self._answer
+        if self._asked:
+            arrived.synchronize()  # it was asked for a call ago: no wait
+            self._worst = float(answer)
+        answer.copy_(worst, non_blocking=True)
+        arrived.record()
+        self._asked = True
+
+
+def _version(parameter: Tensor) -> tuple[object, object]:
+    """Changes when the parameter does, or may have."""
+    if parameter.is_inference():
+        return parameter.data_ptr(), object()  # it counts no versions
+    return parameter.data_ptr(), parameter._version
+
+
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, absolute_eps: float | None) -> Tensor:
+    """The largest |beta| / |gamma| of all channels, infinite where |gamma| is below `least`."""
+    if weight.is_cuda and weight.is_contiguous() and (bias is None or bias.is_contiguous()):
+        from takeback.nn.kernels import activated_cuda  # Triton is imported only where there is a GPU
+
+        return activated_cuda.worst_ratio(weight, bias, least, absolute_eps)
+    gamma = weight.abs().to(torch.promote_types(weight.dtype, torch.float32))
+    if absolute_eps is not None:
+        gamma = gamma + absolute_eps
+    beta = torch.zeros_like(gamma) if bias is None else bias.abs()
+    if not gamma.numel():
+        return gamma.new_zeros(())
+    return torch.where(gamma < least, torch.inf, beta / gamma).amax()

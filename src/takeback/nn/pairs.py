@@ -1,0 +1,676 @@
+"""A model in; for each of its batch norms out: the activation that follows, and whether its input may be overwritten.
+
+Each forward is traced alone, its submodules called but not entered (`Scope`), in training and in eval, with each
+optional argument and without. A fact counts only if it holds in every trace. What crosses a module's border is followed
+through its callers; a forward that cannot be traced is one that may do anything with its own children, and says why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+Found = TypeVar("Found")
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+LAZY_NORMS = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+
+# What gives a new tensor that its own backward does not read, so that a norm may overwrite it.
+FRESH_MODULES = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    *(nn.Linear, nn.Bilinear, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+)
+FRESH_FUNCTIONS: frozenset[Any] = frozenset(
+    {
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.linear),
+        *(F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, torch.matmul, torch.bmm, torch.mm, torch.cat, torch.stack),
+        *(torch.add, torch.sub, torch.mul, operator.add, operator.sub, operator.mul, operator.matmul),
+    }
+)
+FRESH_METHODS = frozenset({"matmul", "bmm", "mm", "add", "sub", "mul"})
+
+# What keeps its input for backward: before one of these a norm without activation saves a buffer by keeping its output.
+KEEPS_MODULES = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear),
+    *(nn.GELU, nn.Hardswish, nn.Hardsigmoid, nn.Mish, nn.ReLU6, nn.Hardtanh, nn.PReLU, nn.Softplus),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
+)
+KEEPS_FUNCTIONS: frozenset[Any] = frozenset(
+    {
+        *(F.conv1d, F.conv2d, F.conv3d, F.linear, torch.matmul, torch.bmm, operator.matmul, operator.mul, torch.mul),
+        *(F.gelu, F.hardswish, F.mish, F.relu6, F.hardtanh, F.prelu, F.softplus, F.max_pool2d),
+    }
+)
+
+VIEW_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+VIEW_METHODS = frozenset(
+    {
+        *("view", "view_as", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "transpose", "permute", "t"),
+        *("expand", "expand_as", "chunk", "split", "unbind", "narrow", "select", "swapaxes", "movedim", "detach"),
+        *("contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16"),
+    }
+)
+VIEW_FUNCTIONS: frozenset[Any] = frozenset(
+    {
+        *(operator.getitem, getattr, torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.transpose),
+        *(torch.permute, torch.chunk, torch.split, torch.unbind, torch.narrow, torch.movedim, F.dropout, F.dropout2d),
+    }
+)
+WRITING_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
+
+MAX_OPTIONAL = 3  #: optional arguments of one forward, each of which doubles its traces
+DEPTH = 64  #: of calls followed across borders: beyond it, modules that call each other
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What follows a norm: the name and parameter an `ABN` takes."""
+
+    name: str
+    param: float = 0.01
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.param:g}]" if self.name in ("leaky_relu", "elu") else self.name
+
+
+IDENTITY = Activation("identity")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the user's source makes a value: the end of an expression in a function, run on `owner`."""
+
+    code: types.CodeType
+    line: int
+    column: int
+    owner: object
+
+    def __str__(self) -> str:
+        return f"{Path(self.code.co_filename).name}:{self.line}"
+
+
+@dataclass(eq=False)
+class Scope:
+    """One module's own forward, by its traces. `opaque` says why it could not be traced."""
+
+    path: str
+    module: nn.Module
+    graphs: list[fx.Graph] = field(default_factory=list)
+    sites: dict[fx.Node, Site] = field(default_factory=dict)
+    opaque: str | None = None
+
+    def show(self, node: fx.Node) -> str:
+        """`layer1.0.relu` or `F.relu at resnet.py:33`, as the report names it."""
+        site = self.sites.get(node)
+        at = "" if site is None or is_plain_sequential(self.module) else f" at {site}"
+        if node.op == "call_module":
+            return f"{join(self.path, str(node.target))}{at}"
+        if node.op == "output":
+            return f"the caller of {self.path or 'the model'}"
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+        return f"{name}(){at}"
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call in a scope's graph."""
+
+    scope: Scope
+    node: fx.Node
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A norm that can be converted as far as the graphs tell: its activation's calls and the two safety answers."""
+
+    path: str
+    norm: nn.Module
+    activation: Activation
+    calls: tuple[Call, ...]  #: of the activation, all to be removed
+    label: str  #: the activation, as the report names it
+    not_overwritable: str | None  #: why its input must stay as it is
+    writer: str | None  #: who overwrites its output
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A norm that stays as it is."""
+
+    path: str
+    reason: str
+
+
+def find_pairs(model: nn.Module) -> tuple[Graphs, list[Candidate | Kept]]:
+    """Every batch norm of the model, in the order of `named_modules`, and the graphs the answers come from."""
+    graphs = Graphs(model)
+    norms = [(path, module) for path, module in model.named_modules() if isinstance(module, (*NORMS, *LAZY_NORMS))]
+    return graphs, [_about(graphs, path, norm) for path, norm in norms]
+
+
+# -- the graphs ---------------------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """All scopes of a model that its root can reach, and who calls whom."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = model
+        self.paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
+        self.scopes: dict[nn.Module, Scope] = {}
+        self.calls: dict[nn.Module, list[Call]] = {}
+        self.strangers: dict[nn.Module, Scope] = {}  #: callees of a forward that could not be traced, and that forward
+        waiting = [model]
+        while waiting:
+            module = waiting.pop(0)
+            if module in self.scopes or _is_leaf(module):
+                continue
+            scope = self.scopes[module] = scope_of(self.paths[module], module)
+            if scope.opaque is not None:
+                callees = list(_children(module))
+                self.strangers.update((callee, scope) for callee in callees)
+                waiting += callees
+            for graph in scope.graphs:
+                for node in graph.nodes:
+                    if node.op == "call_module":
+                        callee = module.get_submodule(node.target)
+                        self.calls.setdefault(callee, []).append(Call(scope, node))
+                        waiting.append(callee)
+
+    def border(self, module: nn.Module) -> str | None:
+        """Why values must not be followed out of this module to its callers, or into it from them."""
+        if module is self.root:
+            return "the caller of the model"
+        if module in self.strangers:
+            stranger = self.strangers[module]
+            return f"{stranger.path or 'the model'}, whose forward {stranger.opaque}"
+        if why := touched(module):
+            return f"{self.paths[module]}, which {why}"
+        return None
+
+
+def scope_of(path: str, module: nn.Module) -> Scope:
+    """Trace a module's own forward."""
+    scope = Scope(path, module)
+    scope.opaque = _untraceable(module)
+    if scope.opaque is None and is_plain_sequential(module):
+        scope.graphs.append(_sequential_graph(module))
+    elif scope.opaque is None:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                _trace_variants(scope)
+        except Exception as error:  # whatever the user's forward raises when it is given proxies
+            scope.graphs.clear()
+            scope.sites.clear()
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            scope.opaque = f"cannot be traced ({first})"
+    return scope
+
+
+def _untraceable(module: nn.Module) -> str | None:
+    if "forward" in vars(module):
+        return "was replaced on the object"
+    if type(module).forward is nn.Module.forward:
+        return "does not exist"
+    if is_torchs_own(module) and not is_plain_sequential(module):
+        return "is torch's own and is not traced"
+    return None
+
+
+def _sequential_graph(module: nn.Module) -> fx.Graph:
+    """By hand, because a trace would name a module that stands in two slots after the first."""
+    graph = fx.Graph()
+    value = graph.placeholder("input")
+    for name, _ in module.named_modules(remove_duplicate=False):
+        if name and "." not in name:
+            value = graph.call_module(name, (value,))
+    graph.output(value)
+    return graph
+
+
+def _trace_variants(scope: Scope) -> None:
+    module = scope.module
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
+        raise ValueError("it takes *args or **kwargs")
+    optional = [each.name for each in parameters if each.default is None]
+    if len(optional) > MAX_OPTIONAL:
+        raise ValueError(f"it has {len(optional)} optional arguments")
+    seen: set[str] = set()
+    for training in (True, False):
+        for absent in itertools.chain.from_iterable(
+            itertools.combinations(optional, count) for count in range(len(optional) + 1)
+        ):
+            tracer = _Tracer(module)
+            with _untouched(module, training):
+                graph = tracer.trace(module, dict.fromkeys(absent) or None)
+            if (text := str(graph)) not in seen:  # sites are the same where the text is: one forward, one order
+                seen.add(text)
+                scope.graphs.append(graph)
+                scope.sites.update(tracer.sites)
+
+
+class _Tracer(fx.Tracer):
+    """Calls every submodule without entering it, and notes where in the user's source each value is made."""
+
+    proxy_buffer_attributes = True  # else `self.steps.add_(1)` would really run
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.inside = set(module.modules())
+        self.sites: dict[fx.Node, Site] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if m not in self.inside:  # `self.layers[:2](x)` makes a new Sequential: its children are called from here
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        frame = inspect.currentframe()
+        user = None
+        while frame is not None and frame.f_code is not scope_of.__code__:
+            name = frame.f_globals.get("__name__", "")
+            if name == "torch.utils.checkpoint":
+                raise fx.proxy.TraceError("it runs a part again in backward, by torch.utils.checkpoint")
+            if user is None and not _is_machinery(name):
+                user = frame
+            frame = frame.f_back
+        if user is not None:
+            _, line, _, column = list(user.f_code.co_positions())[user.f_lasti // 2]
+            first = user.f_code.co_varnames[:1]
+            if line is not None and column is not None:
+                self.sites[node] = Site(user.f_code, line, column, user.f_locals.get(first[0]) if first else None)
+        return node
+
+
+class _Value(fx.Proxy):
+    """A proxy that is not silently taken for something else: asking its type fails, `+=` is seen as a write."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is not None and not _is_machinery(caller.f_globals.get("__name__", "")):
+            raise fx.proxy.TraceError("it asks for the type of a value")
+        return _Value
+
+
+def _writing_operator(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
+    target = getattr(operator, name)
+    return lambda self, other: self.tracer.create_proxy("call_function", target, (self, other), {})
+
+
+for _name in WRITING_OPERATORS:
+    setattr(_Value, f"__{_name}__", _writing_operator(_name))
+
+
+def _is_machinery(module_name: str) -> bool:
+    return module_name.partition(".")[0] == "torch" or module_name == __name__
+
+
+class _untouched:
+    """Sets `training` on all of a module's modules; puts everything back, and raises if the forward kept something."""
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        self.modules = list(module.modules())
+        self.training = training
+
+    def __enter__(self) -> None:
+        self.before = [_snapshot(module) for module in self.modules]
+        self.flags = [module.training for module in self.modules]
+        for module in self.modules:
+            module.training = self.training
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        for module, flag in zip(self.modules, self.flags, strict=True):
+            module.training = flag
+        changed: set[str] = set()
+        for module, before in zip(self.modules, self.before, strict=True):
+            changed |= _restore_(module, before)
+        if changed and kind is None:
+            if all(name.startswith("_tensor_constant") for name in changed):  # put there by fx
+                raise ValueError("it makes a tensor that does not depend on its inputs")
+            raise ValueError(f"it sets {', '.join(f'self.{name}' for name in sorted(changed))}")
+
+
+def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
+    return {
+        name: (value, value.copy() if isinstance(value, (list, dict, set)) else None)
+        for name, value in vars(module).items()
+    }
+
+
+def _restore_(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> set[str]:
+    """Put a module's attributes back; the names of those that had changed."""
+    now = vars(module)
+    changed = {name for name in now if name not in before}
+    for name, (value, content) in before.items():
+        if name not in now or now[name] is not value:
+            changed.add(name)
+        if content is not None and not _same(value, content):
+            changed.add(name)
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+    for name in changed:
+        now.pop(name, None)
+        if name in before:
+            now[name] = before[name][0]
+    return changed
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return list(map(id, one.values())) == list(map(id, other.values())) and list(one) == list(other)
+    return list(map(id, one)) == list(map(id, other))
+
+
+# -- what the graphs say about one norm ---------------------------------------------------------------------------
+
+
+def _about(graphs: Graphs, path: str, norm: nn.Module) -> Candidate | Kept:
+    calls = graphs.calls.get(norm, [])
+    if reason := _unusual(norm) or _called_unseen(graphs, path, norm):
+        return Kept(path, reason)
+    if not calls:
+        return Kept(path, "no forward calls it")
+    if any(len(call.node.args) != 1 or call.node.kwargs for call in calls):
+        return Kept(path, "it is not called with one positional argument")
+    not_overwritable = first(_shared(graphs, call.scope, call.node.args[0], call.node) for call in calls)
+    found = [_followers(graphs, call.scope, call.node) for call in calls]
+    followers = [each for each in found if not isinstance(each, str)]
+    if not followers:
+        return _alone(graphs, path, norm, str(found[0]), not_overwritable)
+    activations = [each for several in followers for each in several]
+    kinds = {activation for activation, _ in activations}
+    if len(followers) < len(found) or len(kinds) > 1:
+        return Kept(path, f"different things follow it at its {len(calls)} calls")
+    readers = {call.node: call for _, call in activations}
+    writer = first(_writer(graphs, call.scope, call.node) for call in readers.values())
+    return Candidate(
+        path,
+        norm,
+        activations[0][0],
+        calls=tuple(readers.values()),
+        label=", ".join(dict.fromkeys(call.scope.show(call.node) for call in readers.values())),
+        not_overwritable=not_overwritable,
+        writer=writer.who if writer is not None and writer.certain else None,
+    )
+
+
+def _alone(graphs: Graphs, path: str, norm: nn.Module, why: str, not_overwritable: str | None) -> Candidate | Kept:
+    """A norm without activation is worth converting only before something that keeps its input."""
+    calls = graphs.calls[norm]
+    if not all(_kept(graphs, call.scope, call.node) for call in calls):
+        return Kept(path, f"{why}, and no reader is seen to keep its output: there is nothing to save")
+    if not_overwritable:
+        return Kept(path, f"{why}, and {not_overwritable}")
+    if writer := first(_writer(graphs, call.scope, call.node) for call in calls):
+        may = "overwrites" if writer.certain else "may overwrite"
+        return Kept(path, f"{why}, and {writer.who} {may} its output")
+    return Candidate(path, norm, IDENTITY, calls=(), label="", not_overwritable=None, writer=None)
+
+
+def _unusual(norm: nn.Module) -> str | None:
+    """Why a module is no plain torch batch norm."""
+    if type(norm) not in NORMS:
+        return f"it is a {type(norm).__name__}, not a plain BatchNorm"
+    if why := touched(norm):
+        return f"it {why}"
+    names = {name for name, _ in norm.named_parameters()} | {name for name, _ in norm.named_children()}
+    if names not in ({"weight", "bias"}, set()):
+        return f"its parameters are {', '.join(sorted(names))}, not weight and bias"
+    return None
+
+
+def _called_unseen(graphs: Graphs, path: str, norm: nn.Module) -> str | None:
+    """Who may call the norm besides the calls in the graphs: a forward without graph, on its child or by its name."""
+    if norm is graphs.root:
+        return "it is the model itself: nothing is known of what comes before and after"
+    if stranger := graphs.strangers.get(norm):
+        return f"{stranger.path or 'the model'} calls it, whose forward {stranger.opaque}"
+    name = path.rpartition(".")[2]
+    for scope in graphs.scopes.values():
+        unseen = scope.opaque and path.startswith(join(scope.path, "")) and not is_torchs_own(scope.module)
+        if unseen and not hasattr(scope.module, name) and name in _names_in(type(scope.module)):
+            return f"{scope.path or 'the model'} reads .{name}, and its forward {scope.opaque}"
+    return None
+
+
+def _names_in(cls: type) -> set[str]:
+    """All names that the methods of a user's class mention, but its constructor."""
+    functions = (
+        function
+        for each in cls.__mro__
+        if each.__module__.partition(".")[0] not in ("torch", "builtins")
+        for name, function in vars(each).items()
+        if isinstance(function, types.FunctionType) and name != "__init__"
+    )
+    return {name for function in functions for name in function.__code__.co_names}
+
+
+def _followers(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> list[tuple[Activation, Call]] | str:
+    """The activation calls that alone read a value, across the borders it leaves by; or why there is none."""
+    users = _readers(node)
+    if len(users) != 1 or depth > DEPTH:
+        return f"its output is read {len(users)} times"
+    (user,) = users
+    if activation := _activation(scope, user, node):
+        return [(activation, Call(scope, user))]
+    if user.op != "output" or user.args[0] is not node:
+        return f"{scope.show(user)} follows it, which is not an activation to convert"
+    if border := graphs.border(scope.module):
+        return f"its output goes to {border}"
+    found: list[tuple[Activation, Call]] = []
+    for call in graphs.calls.get(scope.module, []):
+        beyond = _followers(graphs, call.scope, call.node, depth + 1)
+        if isinstance(beyond, str):
+            return beyond
+        found += beyond
+    return found or "its output goes nowhere"
+
+
+def _activation(scope: Scope, node: fx.Node, value: fx.Node) -> Activation | None:
+    """The activation of `value` that a call is, if it is one."""
+    if node.op == "call_module":
+        module = scope.module.get_submodule(str(node.target))
+        if node.args != (value,) or node.kwargs or touched(module):
+            return None
+        parameters = {nn.LeakyReLU: "negative_slope", nn.ELU: "alpha"}
+        names = {nn.ReLU: "relu", nn.SiLU: "silu", nn.LeakyReLU: "leaky_relu", nn.ELU: "elu"}
+        if type(module) not in names:
+            return None
+        param = getattr(module, parameters[type(module)]) if type(module) in parameters else 0.01
+        return Activation(names[type(module)], float(param))
+    target = f"method {node.target}" if node.op == "call_method" else node.target
+    if target not in _FUNCTIONS or _argument(node, 0, "input") is not value:
+        return None
+    name, keyword, default = _FUNCTIONS[target]
+    param = default if keyword is None else _argument(node, 1, keyword, default)
+    return Activation(name, float(param)) if isinstance(param, (int, float)) else None
+
+
+_FUNCTIONS: dict[Any, tuple[str, str | None, float]] = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, "method relu", "method relu_"), ("relu", None, 0.01)),
+    **dict.fromkeys((F.leaky_relu, F.leaky_relu_), ("leaky_relu", "negative_slope", 0.01)),
+    **dict.fromkeys((F.elu, F.elu_), ("elu", "alpha", 1.0)),
+    F.silu: ("silu", None, 0.01),
+}
+
+
+def _shared(graphs: Graphs, scope: Scope, node: Any, reader: fx.Node, depth: int = 0) -> str | None:
+    """Why a value must not be overwritten by `reader`; None if nobody else can read its bytes, nor its own backward."""
+    if not isinstance(node, fx.Node) or depth > DEPTH:
+        return "its input is not the result of one op"
+    others = [user for user in _readers(node) if user is not reader]
+    if others:
+        return f"its input is read again by {scope.show(others[0])}"
+    if node.op == "placeholder":
+        if border := graphs.border(scope.module):
+            return f"its input comes from {border}"
+        return first(
+            _shared(graphs, call.scope, _bound(call.node, node), call.node, depth + 1)
+            for call in graphs.calls.get(scope.module, [])
+        )
+    if node.op == "call_module":
+        module = scope.module.get_submodule(str(node.target))
+        if why := touched(module):
+            return f"its input is made by {scope.show(node)}, which {why}"
+        if isinstance(module, FRESH_MODULES) and type(module).forward in [each.forward for each in FRESH_MODULES]:
+            return None
+        inner = graphs.scopes.get(module)
+        if inner is not None and inner.graphs:
+            outputs = (_output(graph) for graph in inner.graphs)
+            return first(_shared(graphs, inner, output.args[0], output, depth + 1) for output in outputs)
+    if node.op == "call_function" and node.target in FRESH_FUNCTIONS and "out" not in node.kwargs:
+        return None
+    if node.op == "call_method" and node.target in FRESH_METHODS:
+        return None
+    if node.op == "get_attr":
+        return f"its input is {join(scope.path, str(node.target))}"
+    return f"its input is made by {scope.show(node)}, which may keep it or share its bytes"
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """Who overwrites a value; not `certain`: code that could not be traced."""
+
+    who: str
+    certain: bool
+
+
+def _writer(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> _Writer | None:
+    """Who writes onto a value or a view of it, if anybody; a certain one before others."""
+    if depth > DEPTH:
+        return _Writer("a chain of calls without end", certain=False)
+    found: list[_Writer | None] = []
+    for user in node.users:
+        if _writes(scope, user, node):
+            found.append(_Writer(scope.show(user), certain=True))
+        elif user.op == "output" and (border := graphs.border(scope.module)):
+            found.append(_Writer(border, certain=False))
+        elif user.op == "output":
+            calls = graphs.calls.get(scope.module, [])
+            found += [_writer(graphs, call.scope, call.node, depth + 1) for call in calls]
+        elif user.op == "call_module" and (inner := graphs.scopes.get(scope.module.get_submodule(str(user.target)))):
+            if inner.opaque and not is_torchs_own(inner.module):
+                found.append(_Writer(f"{inner.path}, whose forward {inner.opaque},", certain=False))
+            for graph in inner.graphs:
+                inputs = [each for each in graph.nodes if each.op == "placeholder" and _bound(user, each) is node]
+                found += [_writer(graphs, inner, each, depth + 1) for each in inputs]
+        elif _views(scope, user):
+            found.append(_writer(graphs, scope, user, depth + 1))
+    return min((each for each in found if each is not None), key=lambda writer: not writer.certain, default=None)
+
+
+def _writes(scope: Scope, user: fx.Node, node: fx.Node) -> bool:
+    if user.op == "call_module":
+        return bool(getattr(scope.module.get_submodule(str(user.target)), "inplace", False))
+    if user.kwargs.get("out") is node or (user.kwargs.get("inplace") is True and node in user.args[:1]):
+        return True
+    name = str(user.target if user.op == "call_method" else getattr(user.target, "__name__", ""))
+    writes = name in WRITING_OPERATORS or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+    return user.op in ("call_method", "call_function") and writes and _argument(user, 0, "input") is node
+
+
+def _views(scope: Scope, user: fx.Node) -> bool:
+    if user.op == "call_module":
+        return isinstance(scope.module.get_submodule(str(user.target)), VIEW_MODULES)
+    return user.target in (VIEW_METHODS if user.op == "call_method" else VIEW_FUNCTIONS)
+
+
+def _kept(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> bool:
+    """Whether some reader keeps a value for its backward, so that to keep it too costs nothing."""
+    for user in node.users:
+        if user.op == "output" and depth < DEPTH and graphs.border(scope.module) is None:
+            if any(_kept(graphs, call.scope, call.node, depth + 1) for call in graphs.calls.get(scope.module, [])):
+                return True
+        elif user.op == "call_module":
+            if isinstance(scope.module.get_submodule(str(user.target)), KEEPS_MODULES):
+                return True
+        elif user.op == "call_function" and user.target in KEEPS_FUNCTIONS:
+            return True
+    return False
+
+
+# -- small questions about nodes and modules ----------------------------------------------------------------------
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who reads a value's bytes: not who asks for its shape."""
+    questions = ("size", "dim", "numel", "ndimension", "nelement", "is_contiguous", "is_floating_point")
+    attributes = ("shape", "ndim", "dtype", "device", "requires_grad", "is_cuda")
+
+    def asks(user: fx.Node) -> bool:
+        if user.op == "call_method":
+            return user.target in questions
+        return user.target is getattr and user.args[1] in attributes
+
+    return [user for user in node.users if not asks(user)]
+
+
+def _argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
+
+
+def _bound(call: fx.Node, placeholder: fx.Node) -> Any:
+    """The argument of a call that a placeholder of the called graph stands for."""
+    inputs = [node for node in placeholder.graph.nodes if node.op == "placeholder"]
+    return _argument(call, inputs.index(placeholder), str(placeholder.target))
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def touched(module: nn.Module) -> str | None:
+    """What runs besides the forward of the module's class when it is called."""
+    if any(name.endswith("_hooks") and value for name, value in vars(module).items()):
+        return "has hooks"
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    if type(module).__call__ is not nn.Module.__call__:
+        return "overrides __call__"
+    return None
+
+
+def is_torchs_own(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch" and not isinstance(module, fx.GraphModule)
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return is_torchs_own(module) and not is_plain_sequential(module) and not list(module.children())
+
+
+def is_plain_sequential(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """What a forward calls if nothing else is known: the children, also those in lists and dicts of modules."""
+    for child in module.children():
+        yield from _children(child) if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else (child,)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def first(found: Iterable[Found | None]) -> Found | None:
+    """The first answer that is not None."""
+    return next((each for each in found if each is not None), None)

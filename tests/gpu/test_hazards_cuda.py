@@ -1,0 +1,56 @@
+"""takeback.nn on every hazard on a GPU, with two streams; and that those hazards expose an op that overwrites."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "hazards"))  # the suite is shared with the CPU's tests
+
+from saboteurs import SABOTEURS
+from subjects import OURS, failures
+
+from hazards import HAZARDS, Subject, Verdict, judge, run, run_ddp
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
+
+STREAMS = [each for each in HAZARDS if each.name.startswith("two streams")]
+COMPILED = [each for each in HAZARDS if each.name.startswith("torch.compile")]
+HALF = [each for each in OURS if "4d" in each.name or "(" in each.name or each.name.startswith("InPlaceR")]
+
+
+@pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
+def test_no_gradient_is_wrong(subject: Subject) -> None:
+    assert failures(subject, run(subject, "cuda", quick=True)) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("subject", HALF, ids=lambda subject: subject.name)
+def test_no_gradient_is_wrong_in_half_precision(subject: Subject, dtype: torch.dtype) -> None:
+    low = replace(subject, dtype=dtype, tolerance={dtype: 0.3}, autocast=())  # what is overwritten is off by more
+    assert failures(low, run(low, "cuda", quick=True)) == {}
+
+
+@pytest.mark.parametrize("hazard", COMPILED, ids=lambda hazard: hazard.name)
+@pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
+def test_no_gradient_is_wrong_when_compiled(subject: Subject, hazard: object) -> None:
+    assert failures(subject, {"torch.compile": judge(hazard, subject, "cuda")}) == {}  # type: ignore[arg-type]
+
+
+def test_no_gradient_is_wrong_in_two_processes() -> None:
+    outcomes = run_ddp(OURS, "cuda")
+    assert {name: str(outcome) for name, outcome in outcomes.items() if outcome.verdict is not Verdict.RIGHT} == {}
+
+
+@pytest.mark.parametrize("hazard", STREAMS, ids=lambda hazard: hazard.name)
+def test_streams_expose_an_op_that_overwrites(hazard: object) -> None:
+    outcomes = {each.name: judge(hazard, each, "cuda") for each in SABOTEURS}  # type: ignore[arg-type]
+    assert Verdict.WRONG in {outcome.verdict for outcome in outcomes.values()}, outcomes
