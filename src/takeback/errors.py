@@ -30,6 +30,10 @@ class GradBufferError(TakebackError, RuntimeError):
     """A gradient is not, or cannot be, where a `GradBuffer` keeps it."""
 
 
+class WorkspaceError(TakebackError, RuntimeError):
+    """Scratch of a `Workspace` is asked for outside of a step, or used after the step it was taken in."""
+
+
 class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
 
