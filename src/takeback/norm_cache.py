@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from takeback.grads.engine import cuda_stream
+from takeback.workspace.internals import traced
 
 
 class NormCache:
@@ -47,7 +48,7 @@ class NormCache:
 
     def norm(self, p: torch.Tensor) -> torch.Tensor:
         """The norm of one parameter, without a gradient."""
-        if torch.compiler.is_compiling() or not _has_version(p):
+        if traced() or not _has_version(p):
             return self._compute(p)
         seen = self._state(p)
         entry = self._entries.get(id(p))
@@ -124,10 +125,10 @@ def _forget(entries: dict[int, _Entry], key: int, param: weakref.ref[torch.Tenso
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_updated)
+    register_optimizer_step_post_hook(move_versions_)
 
 
-def _updated(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def move_versions_(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Fused kernels write parameters and leave their versions as they were (seen on torch 2.13)."""
     written = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     torch.autograd.graph.increment_version([p for p in written if not p.is_inference()])

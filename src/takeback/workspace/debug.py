@@ -32,17 +32,13 @@ _HERE = str(Path(__file__).parent)
 class Lease:
     """One take: where, in which step, and a tensor that shares the version counter of what was handed out."""
 
-    __slots__ = ("name", "poisoned", "site", "step", "witness")
+    __slots__ = ("name", "ours", "poisoned", "site", "step", "witness")
 
-    def __init__(self, step: Step, name: str | None) -> None:
+    def __init__(self, step: Step, name: str | None, witness: torch.Tensor, ours: int) -> None:
         self.step, self.name, self.site = step, name, _site()
-        self.witness: torch.Tensor | None = None
+        self.witness: torch.Tensor | None = witness  #: until the step is over
+        self.ours = ours  #: the buffer's number of holders with the witness alone; 0 without it
         self.poisoned = False
-
-    @property
-    def holds(self) -> int:
-        """How many of the buffer's holders are the lease itself."""
-        return self.witness is not None
 
     def check(self, func: Callable[..., object]) -> None:
         """Raises if the step is over."""
@@ -70,10 +66,9 @@ def inspect(buffer: Buffer, pool: Pool) -> None:
 def lend(buffer: Buffer, pool: Pool, tensor: torch.Tensor, step: Step, name: str | None) -> torch.Tensor:
     """What `take` returns in debug mode, full of poison."""
     _poison_(buffer, pool)
-    buffer.lease = Lease(step, name)
+    buffer.lease = Lease(step, name, tensor, buffer.holders())
     scratch = subclassed(tensor, Scratch)
     scratch.lease = buffer.lease
-    buffer.lease.witness = tensor
     return scratch
 
 
@@ -85,7 +80,7 @@ def retire_(buffer: Buffer, pool: Pool) -> None:
     assert lease.witness is not None
     if not lease.witness.is_inference():
         torch.autograd.graph.increment_version(lease.witness)
-    lease.witness = None
+    lease.witness, lease.ours = None, 0
     _poison_(buffer, pool)
     lease.poisoned = True
 

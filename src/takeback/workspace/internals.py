@@ -21,8 +21,8 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """A number that is larger by one for each holder: tensors of any kind count in C++, names for the storage object
-    itself in Python. What the caller holds is in it, so it is to be compared with what the same caller saw before."""
+    """A number that grows with every holder: tensors of any kind count in C++, names for the storage object itself in
+    Python, where 2.13 counts the first tensor once more. So it means something only beside what it was before."""
     return _use_count(storage._cdata) + sys.getrefcount(storage)
 
 

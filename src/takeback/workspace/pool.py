@@ -35,11 +35,11 @@ def class_for(size_bytes: int) -> int:
 class Buffer:
     """Some bytes. Their number is asked of the storage each time: whoever held it may have resized it."""
 
-    __slots__ = ("_rest", "lease", "step", "storage")
+    __slots__ = ("_alone", "lease", "step", "storage")
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
         self.storage = torch.UntypedStorage(capacity_bytes, device=device)
-        self._rest = holders(self.storage)
+        self._alone = self.holders()
         self.step: Step | None = None  #: that it was taken in last
         self.lease: Lease | None = None  #: in debug mode, what is known of that
 
@@ -50,8 +50,12 @@ class Buffer:
     @property
     def held(self) -> bool:
         """Whether anybody besides us has a tensor, a view or a saved tensor in these bytes."""
-        ours = self._rest if self.lease is None else self._rest + self.lease.holds
-        return holders(self.storage) > ours
+        ours = self._alone if self.lease is None else self.lease.ours or self._alone
+        return self.holders() > ours
+
+    def holders(self) -> int:
+        """A number that is larger when there are more."""
+        return holders(self.storage)
 
     @property
     def kept_back(self) -> bool:
