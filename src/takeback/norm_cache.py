@@ -7,6 +7,7 @@ write, so a norm that raced with a write is not found again. A flag, set by writ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
@@ -48,19 +49,29 @@ class NormCache:
 
     def norm(self, p: torch.Tensor) -> torch.Tensor:
         """The norm of one parameter, without a gradient."""
-        if traced() or not _has_version(p):
+        if traced():
             return self._compute(p)
-        seen = self._state(p)
         entry = self._entries.get(id(p))
-        if entry is not None and entry.param() is p and entry.seen == seen and entry.norm._version == 0:
+        if entry is None or entry.param() is not p:  # a parameter that is gone may have had this id
+            if not _has_version(p):
+                return self._compute(p)
+            entry = None
+        seen = self._state(p)
+        if entry is not None and entry.seen == seen and entry.norm._version == 0:
             self.hits += 1
             return entry.norm
         self.misses += 1
-        storage = StorageWeakRef(p.untyped_storage())
-        with torch.inference_mode(False):
+        return self._renew(p, entry, seen)
+
+    def _renew(self, p: torch.Tensor, old: _Entry | None, seen: tuple[object, ...]) -> torch.Tensor:
+        """Computes, and keeps what the parameter was before."""
+        param = old.param if old is not None else weakref.ref(p, functools.partial(_forget, self._entries, id(p)))
+        same = old is not None and old.storage.cdata == seen[1]
+        storage = old.storage if old is not None and same else StorageWeakRef(p.untyped_storage())
+        # A norm that was made in inference mode could not be used outside.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             norm = self._compute(p)
         if storage.cdata == seen[1]:  # else another thread has just put other memory there
-            param = weakref.ref(p, functools.partial(_forget, self._entries, id(p)))
             self._entries[id(p)] = _Entry(param, seen, norm, storage)
         return norm
 
@@ -94,7 +105,7 @@ class NormCache:
             p.shape,
             p.stride(),
             p.dtype,
-            cuda_stream(p.device.index) if p.device.type == "cuda" else None,
+            cuda_stream(p.device.index) if p.is_cuda else None,
             *(t._version for t in self._through),
         )
 

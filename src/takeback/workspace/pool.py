@@ -95,6 +95,7 @@ class Pool:
     def _dropped(self, shelf: Shelf, size_bytes: int) -> Buffer | None:
         """One that was handed out in this step or before, and dropped since: the newest, as it may still be cached."""
         kept: list[Buffer] = []
+        buffer: Buffer | None
         for buffer in _each(shelf.out, newest_first=True):
             if buffer.held:
                 kept.append(buffer)
