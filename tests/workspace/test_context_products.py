@@ -1,4 +1,4 @@
-"""The attention context with its products in a Workspace has the bits of the plain form, as its kernels are the same."""
+"""The attention context with its products in a Workspace has the bits of the plain form: its kernels are the same."""
 
 from __future__ import annotations
 

@@ -181,6 +181,8 @@ def test_nothing_shrinks_until_trim_and_trim_gives_back_what_is_free() -> None:
     ws = tb.Workspace()
     with ws.step():
         kept = ws.take(1000)
+        stats = ws.stats()
+        assert (stats.in_use_bytes, stats.kept_bytes, stats.kept_buffers) == (4096, 0, 0)
         ws.take(5000)
         ws.take(10, name="a")
     steps(ws, [(3,)], 5)

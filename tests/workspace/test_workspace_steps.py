@@ -103,6 +103,19 @@ def test_steps_of_generators_may_end_in_any_order() -> None:
     assert ws.stats().generations == 2
 
 
+def test_scratch_belongs_to_the_step_that_is_still_open_whichever_ended_before() -> None:
+    ws = tb.Workspace(debug=True)
+    first, second = ws.step(), ws.step()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    t = ws.take(10).fill_(1.0)
+    assert t.sum() == 10
+    second.__exit__(None, None, None)
+    with pytest.raises(tb.WorkspaceError, match="in step 2"):
+        t.sum()
+
+
 def _in_child(ws: tb.Workspace, held: torch.Tensor, queue: multiprocessing.SimpleQueue[object]) -> None:
     with ws.step():
         t = ws.take(10).fill_(9)

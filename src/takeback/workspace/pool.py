@@ -51,7 +51,7 @@ class Buffer:
     def held(self) -> bool:
         """Whether anybody besides us has a tensor, a view or a saved tensor in these bytes."""
         ours = self._alone if self.lease is None else self.lease.ours or self._alone
-        return self.holders() > ours
+        return holders(self.storage) > ours
 
     def holders(self) -> int:
         """A number that is larger when there are more."""
@@ -94,19 +94,21 @@ class Pool:
 
     def _dropped(self, shelf: Shelf, size_bytes: int) -> Buffer | None:
         """One that was handed out in this step or before, and dropped since: the newest, as it may still be cached."""
+        found: Buffer | None = None
         kept: list[Buffer] = []
-        buffer: Buffer | None
-        for buffer in _each(shelf.out, newest_first=True):
+        while found is None and shelf.out:
+            try:
+                buffer = shelf.out.pop()
+            except IndexError:  # another thread sweeps
+                break
             if buffer.held:
                 kept.append(buffer)
             elif buffer.capacity_bytes >= size_bytes:
-                break
+                found = buffer
             else:
                 self.file(buffer)  # it was resized
-        else:
-            buffer = None
         shelf.out.extend(reversed(kept))
-        return buffer
+        return found
 
     def pop_named(self, name: str, size_bytes: int) -> Buffer | None:
         """The buffer of that name if it is large enough and free. Raises if it is held in a step that is not over."""
@@ -206,12 +208,11 @@ class Pool:
         return shelf if shelf is not None else self._shelves.setdefault(index, Shelf())
 
 
-def _each(buffers: deque[Buffer], *, newest_first: bool = False) -> Iterator[Buffer]:
+def _each(buffers: deque[Buffer]) -> Iterator[Buffer]:
     """Pops each that is there now; others may pop too."""
-    pop = buffers.pop if newest_first else buffers.popleft
     for _ in range(len(buffers)):
         try:
-            buffer = pop()
+            buffer = buffers.popleft()
         except IndexError:
             return
         yield buffer
