@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import sys
 import threading
@@ -69,8 +70,13 @@ def test_flat_optimizers_are_seen(kind: type[tb.optim.AdamW]) -> None:
 
 
 @pytest.mark.parametrize("kind", [tb.optim.SGD, tb.optim.AdamW])
-def test_flat_optimizers_move_the_versions_of_what_they_update(kind: type[tb.optim.AdamW]) -> None:
+def test_flat_optimizers_move_the_versions_of_what_they_update(
+    kind: type[tb.optim.AdamW], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that autograd refuses a graph over the old values, as with torch's own that are not fused."""
+    hooks = importlib.import_module("torch.optim.optimizer")._global_optimizer_post_hooks
+    for key in tuple(hooks):  # a NormCache's does the same
+        monkeypatch.delitem(hooks, key)
     model = net()
     buf = tb.GradBuffer(model)
     optimizer = kind(buf, lr=0.1)
@@ -172,6 +178,15 @@ def test_a_write_that_moves_no_version_is_not_seen_until_clear() -> None:
     assert cache.norm(p) == 6
 
 
+def test_a_parameter_that_moves_within_one_storage_is_another() -> None:
+    flat = torch.arange(8.0)
+    cache = tb.NormCache(1.0)
+    p = nn.Parameter(flat[:4])
+    assert cache.norm(p) == 6
+    p.data = flat[4:]
+    assert cache.norm(p) == 22
+
+
 def test_writes_through_a_flat_tensor_are_seen_when_it_is_named() -> None:
     model = net()
     flat = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
@@ -252,8 +267,36 @@ def test_torch_compile_computes_the_norm_in_its_graph() -> None:
     assert compiled() == 5
 
 
-def test_after_any_race_of_readers_and_writers_the_norm_is_right() -> None:
+def test_a_write_while_a_norm_is_computed_makes_that_norm_old(monkeypatch: pytest.MonkeyPatch) -> None:
     """What S4's dirty flags lost: a reader that began before a write must not leave its norm for those after it."""
+    cache = tb.NormCache()
+    p = nn.Parameter(torch.ones(4))
+    compute = cache._compute
+
+    def interrupted(p: torch.Tensor) -> torch.Tensor:
+        norm = compute(p)
+        p.detach().mul_(2)  # as another thread would, before this one keeps what it has
+        return norm
+
+    monkeypatch.setattr(cache, "_compute", interrupted)
+    assert cache.norm(p) == 2
+    monkeypatch.undo()
+    assert cache.norm(p) == 4
+    assert cache.norm(p) == 4
+    assert (cache.misses, cache.hits) == (2, 1)
+
+
+def test_an_entry_of_a_parameter_that_is_gone_is_not_taken_for_another_with_its_id() -> None:
+    cache = tb.NormCache()
+    p = nn.Parameter(torch.ones(4))
+    q = nn.Parameter(p.data)  # the same memory, and a version counter of its own
+    cache.norm(p)
+    cache._entries[id(q)] = cache._entries[id(p)]
+    p.detach().mul_(2)
+    assert cache.norm(q) == 4
+
+
+def test_after_any_race_of_readers_and_writers_the_norm_is_right() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
