@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import sys
@@ -262,14 +263,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "workspace-cpu.json")
     arguments = parser.parse_args()
     console = Console(width=130, file=sys.stdout)
-    rounds = arguments.rounds
+    rounds, load = arguments.rounds, round(os.getloadavg()[0], 2)
     rows: list[Row] = []
     for case, systems in track(context_cases().items(), "context", console=console, transient=True):
         rows += measured("context", case, systems, rounds)
     for what, cases in (("take", take_cases()), ("norms", norm_cases())):
         for case, (systems, per) in track(cases.items(), what, console=console, transient=True):
             rows += measured(what, case, systems, rounds, burst=3, per=per, memory=False)
-    about = machine() | {"rounds": rounds, "width": WIDTH, "tokens": LENGTH, "batch": BATCH}
+    about = machine() | {"rounds": rounds, "width": WIDTH, "tokens": LENGTH, "batch": BATCH, "load_before": load}
     arguments.out.write_text(json.dumps({"machine": about, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
     show(console, rows)
     console.print(f"written to {arguments.out}")
