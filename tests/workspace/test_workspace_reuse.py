@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import takeback as tb
+from takeback.workspace import pool
 from takeback.workspace.pool import SMALLEST_CLASS, class_for
 
 
@@ -66,6 +68,33 @@ def test_what_was_dropped_is_used_again_within_the_step() -> None:
         for _ in range(10):
             ws.take(1000).fill_(1.0)
     assert ws.stats().buffers == 1
+
+
+def test_a_step_that_never_ends_does_not_grow() -> None:
+    """The newest are always held, so that what was dropped is not among them."""
+    ws = tb.Workspace()
+    window: deque[torch.Tensor] = deque(maxlen=20)
+    with ws.step():
+        for _ in range(2000):
+            window.append(ws.take(10))
+    assert ws.stats().buffers <= 2 * 21
+
+
+def test_a_take_looks_at_few_buffers_however_many_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    count = pool.holders
+
+    def counted(storage: torch.UntypedStorage) -> int:
+        nonlocal looks
+        looks += 1
+        return count(storage)
+
+    monkeypatch.setattr(pool, "holders", counted)
+    ws = tb.Workspace()
+    with ws.step():
+        held = [ws.take(10) for _ in range(1000)]
+        assert looks <= 12 * len(held)  # 8 newest, one at its making, and now and then all
+        monkeypatch.undo()
 
 
 def test_dtype_and_shape_may_change_on_the_same_bytes() -> None:

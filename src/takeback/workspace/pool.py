@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 SMALLEST_CLASS = 9
 """Its buffers have 2^9 bytes: what CUDA's allocator rounds up to, and eight cache lines."""
 
+FEW = 8
+"""Buffers, the newest, that every take looks at where none is free."""
+
 
 def class_for(size_bytes: int) -> int:
     """The smallest class whose every buffer holds that many bytes."""
@@ -66,11 +69,12 @@ class Buffer:
 class Shelf:
     """The buffers of one class."""
 
-    __slots__ = ("free", "out")
+    __slots__ = ("due", "free", "out")
 
     def __init__(self) -> None:
         self.free: list[Buffer] = []  #: held by nobody, the one used last at the end
         self.out: deque[Buffer] = deque()  #: handed out, in that order
+        self.due = 0  #: how many must be out before all of them are looked at within a step
 
 
 class Pool:
@@ -93,10 +97,12 @@ class Pool:
             return self._dropped(shelf, size_bytes)
 
     def _dropped(self, shelf: Shelf, size_bytes: int) -> Buffer | None:
-        """One that was handed out in this step or before, and dropped since: the newest, as it may still be cached."""
+        """One that was handed out in this step or before, and dropped since; the newest, as it may still be cached.
+        All are looked at only when there are twice as many as were held the last time, so that a take stays cheap
+        however many are held."""
         found: Buffer | None = None
         kept: list[Buffer] = []
-        while found is None and shelf.out:
+        while found is None and shelf.out and len(kept) < FEW:
             try:
                 buffer = shelf.out.pop()
             except IndexError:  # another thread sweeps
@@ -108,6 +114,10 @@ class Pool:
             else:
                 self.file(buffer)  # it was resized
         shelf.out.extend(reversed(kept))
+        if found is None and len(shelf.out) >= shelf.due:
+            self._sweep(shelf)
+            with contextlib.suppress(IndexError):
+                found = shelf.free.pop()
         return found
 
     def pop_named(self, name: str, size_bytes: int) -> Buffer | None:
@@ -162,11 +172,15 @@ class Pool:
     def sweep(self) -> None:
         """Finds the buffers that were dropped. Those with a name stay with it."""
         for shelf in tuple(self._shelves.values()):
-            for buffer in _each(shelf.out):
-                if buffer.held:
-                    shelf.out.append(buffer)
-                else:
-                    self.file(buffer)
+            self._sweep(shelf)
+
+    def _sweep(self, shelf: Shelf) -> None:
+        for buffer in _each(shelf.out):
+            if buffer.held:
+                shelf.out.append(buffer)
+            else:
+                self.file(buffer)
+        shelf.due = 2 * len(shelf.out)
 
     def visit(self, act: Callable[[Buffer, Pool], None]) -> None:
         """Acts on every buffer that was handed out, as its owner."""
