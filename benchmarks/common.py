@@ -61,6 +61,16 @@ def peak_bytes(step: Step, device: str) -> int:
     return _highest(recording.events)
 
 
+def allocated(step: Step) -> tuple[int, int]:
+    """How often one step on the CPU asks the allocator for memory of a tensor, and for how many bytes in all."""
+    native = allocator.load()
+    assert native is not None, "the benchmark measures with the native allocator; it needs g++"
+    with native.record(allocator.Cell()) as recording:
+        step()
+    sizes = [int(event["size_bytes"]) for event in recording.events if event["kind"] == allocator.ALLOC]
+    return len(sizes), sum(sizes)
+
+
 def total_peak_bytes(build: Callable[[], Step], warm: int, device: str) -> int:
     """The most bytes of tensors alive during a step, with everything that `build` and the steps before it left."""
     if device == "cuda":

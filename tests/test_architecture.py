@@ -18,20 +18,8 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 # A part is a folder or a file directly below src/takeback. "__init__" is the package itself, which exports
 # the compiler: to import it from a part is to import everything.
 COMPILER = ("capture", "ownership", "passes", "plan", "run", "explain", "budget", "step", "backend", "cli", "__init__")
-PARTS = (
-    *COMPILER,
-    "errors",
-    "options",
-    "native",
-    "engine",
-    "nn",
-    "grads",
-    "optim",
-    "workspace",
-    "guard",
-    "parallel",
-    "zoo",
-)
+EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "parallel", "zoo")
+PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
 
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -47,6 +35,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "grads": frozenset(),
     "optim": frozenset(),
     "workspace": frozenset(),
+    "norm_cache": frozenset(),
     "guard": frozenset(),
     "parallel": frozenset(),
     "errors": frozenset(),
@@ -59,8 +48,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo": frozenset()}
 
 MAY_USE_PRIVATE_TORCH = ("capture", "run", "backend")
-# What eager code must ask the autograd engine, and torch has no public name for.
-PRIVATE_TORCH_FILES = ("engine.py",)
+# What eager code must ask of torch, and torch has no public name for.
+PRIVATE_TORCH_FILES = ("engine.py", "workspace/internals.py")
 MAY_READ_ENVIRONMENT = ("options",)
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 

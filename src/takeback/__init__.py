@@ -12,11 +12,14 @@ from takeback.errors import (
     ReduceError,
     TakebackError,
     VerifyError,
+    WorkspaceError,
 )
 from takeback.explain.report import Report
 from takeback.grads import GradBuffer
+from takeback.norm_cache import NormCache
 from takeback.predict import largest_batch, predict
 from takeback.step import CompiledStep, compile_step
+from takeback.workspace import Workspace
 
 __version__ = "0.1.0"
 
@@ -28,12 +31,15 @@ __all__ = [
     "GradBuffer",
     "GradBufferError",
     "MemoryTargetError",
+    "NormCache",
     "OptionError",
     "PlanError",
     "ReduceError",
     "Report",
     "TakebackError",
     "VerifyError",
+    "Workspace",
+    "WorkspaceError",
     "compile_step",
     "largest_batch",
     "nn",

@@ -34,6 +34,10 @@ class ConvertError(TakebackError):
     """A model that `takeback.nn.convert` changed does not compute what it did before."""
 
 
+class WorkspaceError(TakebackError, RuntimeError):
+    """Scratch of a `Workspace` is asked for outside of a step, or used after the step it was taken in."""
+
+
 class OptionError(TakebackError, ValueError):
     """A setting has a value that takeback does not know, or cannot honour yet."""
 

@@ -49,6 +49,8 @@ _NOT_WALKED = frozenset(
 _OPAQUE = frozenset(
     ("torch", "numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess")
 )
+#: Of takeback's own: what these keep never goes into a step, for while one is recorded they keep nothing.
+_OURS = ("takeback.workspace", "takeback.norm_cache", "takeback.nn.owner", "takeback.nn.invert")
 _CODE_NOT_READ = _OPAQUE | {"transformers"}
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _MOST_SLOTS = 1_000_000
@@ -61,11 +63,13 @@ Child = tuple[object, str]
 def _is_opaque(module_name: object) -> bool:
     if not isinstance(module_name, str) or module_name.startswith("torch.distributions"):
         return not isinstance(module_name, str)
-    return module_name.partition(".")[0] in _OPAQUE
+    return module_name.partition(".")[0] in _OPAQUE or module_name.startswith(_OURS)
 
 
 def _is_library_code(module_name: object) -> bool:
     if not isinstance(module_name, str) or module_name.partition(".")[0] in _CODE_NOT_READ:
+        return True
+    if module_name.startswith(_OURS):
         return True
     file = getattr(sys.modules.get(module_name), "__file__", None)
     if file is None:

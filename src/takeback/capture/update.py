@@ -16,6 +16,7 @@ import torch
 from takeback.capture.program import HyperScalar, Op, Phase, Program, Region, Role
 from takeback.capture.scaling import Scaling
 from takeback.capture.writer import Formula, Group, UpdateWriter
+from takeback.norm_cache import move_versions_
 
 aten = torch.ops.aten
 
@@ -81,7 +82,8 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
     kind = type(optimizer)
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         return f"{kind.__module__}.{kind.__qualname__} is not one whose update takeback writes out"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(_GLOBAL_HOOKS):
+    tables = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_GLOBAL_HOOKS)
+    if any(hook is not move_versions_ for table in tables for hook in table.values()):  # a replay moves them as well
         return "the optimizer has step hooks"
     for group in optimizer.param_groups:
         for flag in ("maximize", "amsgrad", "capturable", "differentiable"):

@@ -338,6 +338,7 @@ def _update_lists_(batch: Batch, settings: AdamSettings | SGDSettings, scaling: 
         fused.adam_(batch.lists, settings, scaling)
     else:
         fused.sgd_(batch.lists, settings, batch.first, scaling)
+    torch.autograd.graph.increment_version(batch.lists.params)  # torch's fused kernels leave them as they were
 
 
 def _update_flat_(batch: Batch, settings: AdamSettings | SGDSettings, factor: Tensor | None) -> None:

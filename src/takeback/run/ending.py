@@ -41,7 +41,7 @@ class Ending:
         """The whole step. Gives whether the planned update was run."""
         scaled = self.planned and self.scaling is not None
         skips = self._skips if scaled and self.scaling is not None and not self.scaling.in_kernel else None
-        return self.executor.run(
+        updated = self.executor.run(
             self.leaves,
             scalars,
             self._finish if not self.planned or self.group is not None or scaled else None,
@@ -50,6 +50,9 @@ class Ending:
             skips=skips,
             log=log,
         )
+        # A replay calls kernels below the level that counts writes, and autograd goes by that count.
+        torch.autograd.graph.increment_version([self.parameters[i] for i in self.grads])
+        return updated
 
     def _skips(self) -> bool:
         """Whether a scaler leaves the update out; kernels that take found_inf see to that themselves."""
