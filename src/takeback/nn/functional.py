@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -140,6 +141,12 @@ def activated_norm(
 ) -> Tensor:
     """What the modules and the functions above have in common. `weights` and `copies` belong to the module."""
     act = activation_of(activation)
+    if (
+        not torch.compiler.is_compiling() and engine.transformed()
+    ):  # torch.func and forward mode have no rule for a Function: torch's operators have
+        gamma = weight.abs() + eps if weight is not None and scale is Scale.ABSOLUTE else weight
+        z = F.batch_norm(x, running_mean, running_var, gamma, bias, training, momentum, eps)
+        return plain_activation(z, act, activation_param)
     _check(x, running_mean, running_var, training, group)
     copies = owner.ELSEWHERE if copies is None else copies
     absolute = scale is Scale.ABSOLUTE
@@ -166,6 +173,17 @@ def activated_norm(
     )
     function = TracedNorm if torch.compiler.is_compiling() else ActivatedNorm
     return function.apply(x, weight, bias, running_mean, running_var, how)
+
+
+def plain_activation(z: Tensor, activation: Activation, param: float) -> Tensor:
+    """The activation by torch's operators."""
+    if activation == Activation.RELU:
+        return F.relu(z)
+    if activation == Activation.LEAKY_RELU:
+        return F.leaky_relu(z, param)
+    if activation == Activation.ELU:
+        return F.elu(z, param)
+    return F.silu(z) if activation == Activation.SILU else z
 
 
 class ActivatedNorm(torch.autograd.Function):

@@ -57,13 +57,13 @@ def _swiglu(gate: Tensor, up: Tensor | None, copies: Copies) -> Tensor:
         raise ValueError(f"swiglu of one tensor needs an even last dimension, got shape {tuple(gate.shape)}")
     pair = gate.chunk(2, -1) if up is None else (gate, up)
     alike = pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype and pair[0].device == pair[1].device
-    if torch.compiler.is_compiling() or not alike or not gate.dim():
+    if torch.compiler.is_compiling() or engine.transformed() or not alike or not gate.dim():
         return F.silu(pair[0]) * pair[1]  # Inductor fuses it; shapes that broadcast are torch's to handle
     return SwiGLUFunction.apply(gate, up, copies)
 
 
 def _gelu(x: Tensor, approximate: str, copies: Copies) -> Tensor:
-    if torch.compiler.is_compiling() or engine.being_recorded():
+    if torch.compiler.is_compiling() or engine.being_recorded() or engine.transformed():
         return F.gelu(x, approximate=approximate)  # who records it decides about overwriting
     return GELUFunction.apply(x, approximate, copies)
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from takeback import engine
 from takeback.nn.kernels.activated import Activation, reach
 
+_EVERY = 8  #: changes of a GPU's weights between two looks at them
+
 
 def without_inverse(activation: Activation, param: float, dtype: torch.dtype) -> str | None:
     """Why act⁻¹ does not give z back, whatever the weights are; None where it does."""
@@ -34,9 +36,9 @@ def without_inverse(activation: Activation, param: float, dtype: torch.dtype) ->
 class Weights:
     """Watches one layer's weights: `reason(...)` is why y cannot be inverted with them, or None.
 
-    On the CPU the answer is about the weights as they are. On a GPU reading them would stop the host, so the answer is
-    about those of the call before, except at the first call and after `forget`; the kernels take xhat as 0 in a
-    channel that became too small since.
+    On the CPU the answer is about the weights as they are. On a GPU reading them would stop the host: it asks at every
+    eighth change of the weights, and hears the answer at the next, except at the first call and after `forget`. The
+    kernels take xhat as 0 in a channel that became too small since, so its weight stands still until the layer knows.
     """
 
     def __init__(self) -> None:
@@ -48,6 +50,7 @@ class Weights:
         self._worst: float | None = None
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
         self._asked = False
+        self._changes = 0
 
     def reason(
         self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
@@ -60,6 +63,7 @@ class Weights:
             return None if bool(invertible) else "a weight is too small to invert"
         key = (dtype, *(version for each in (weight, bias) if each is not None for version in _version(each)))
         if key != self._key:
+            self._changes += 1
             self._ask(weight, bias, dtype, slope, absolute_eps)
             self._key = key
         most = reach(dtype).ratio
@@ -72,18 +76,24 @@ class Weights:
     def _ask(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
     ) -> None:
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph is being captured: nothing may be read, the last answer holds
+        if weight.is_cuda and self._worst is not None:
+            if not self._asked and self._changes % _EVERY:
+                return
+            if torch.cuda.is_current_stream_capturing():
+                return  # into a CUDA graph: nothing may be read, the last answer holds
+        if self._asked:
+            assert self._answer is not None
+            answer, arrived = self._answer
+            arrived.synchronize()  # it was asked for a change ago: no wait
+            self._worst, self._asked = float(answer), False
+            return
         worst = worst_ratio(weight, bias, reach(dtype).least / slope, absolute_eps)
         if not weight.is_cuda or self._worst is None:
-            self._worst, self._asked = float(worst), False
+            self._worst = float(worst)
             return
         if self._answer is None:
             self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
         answer, arrived = self._answer
-        if self._asked:
-            arrived.synchronize()  # it was asked for a call ago: no wait
-            self._worst = float(answer)
         answer.copy_(worst, non_blocking=True)
         arrived.record()
         self._asked = True

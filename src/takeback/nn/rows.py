@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from takeback import engine
 from takeback.nn import ops, owner
 from takeback.nn.invert import Weights
 from takeback.nn.owner import Copies
@@ -48,7 +49,8 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
         """layer_norm(x)."""
         if torch.is_autocast_enabled(x.device.type) and x.is_cuda:
             x = x.float()  # as autocast does to layer_norm there
-        if torch.compiler.is_compiling() or (self.weight is not None and self.weight.dtype != x.dtype):
+        mixed = self.weight is not None and self.weight.dtype != x.dtype
+        if mixed or torch.compiler.is_compiling() or engine.transformed():
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return _row_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, True, self._weights, self.copies)
 
@@ -63,7 +65,7 @@ class InPlaceRMSNorm(_Watched, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """rms_norm(x); eps None is the epsilon of the arithmetic, as in torch."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or engine.transformed():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         eps = torch.finfo(ops.arithmetic(x)).eps if self.eps is None else self.eps
         return _row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from takeback import engine
+
 
 class Launch:
     """Call it with the kernel's tensors, always of the same dtypes on one device, and its unspecialised scalars."""
@@ -28,15 +30,21 @@ class Launch:
         self._keywords = {name: constants[name] for name in names} | options
         self._constants = tuple(constants[name] for name in names)
         self._run: Callable[..., None] | None = None
+        self._compiled: tuple[Any, ...] = ()
 
     def __call__(self, *tensors: Tensor, scalars: tuple[float, ...] = ()) -> None:
-        aligned = not any(tensor.data_ptr() & 15 for tensor in tensors)
-        if self._run is not None and aligned:
-            self._run(*tensors, *self._sizes, *scalars, *self._constants)
+        for tensor in tensors:
+            if tensor.data_ptr() & 15:  # compiled for a multiple of 16: Triton looks for another variant
+                self._kernel[self._grid](*tensors, *self._sizes, *scalars, **self._keywords)
+                return
+        if self._run is None:
+            compiled = self._kernel[self._grid](*tensors, *self._sizes, *scalars, **self._keywords)
+            if compiled is not None:  # None in Triton's interpreter
+                self._compiled = compiled.function, compiled.packed_metadata, None, None, None  # no launch hooks
+                self._run = compiled.run
             return
-        compiled = self._kernel[self._grid](*tensors, *self._sizes, *scalars, **self._keywords)
-        if aligned and compiled is not None:
-            self._run = compiled[self._grid]
+        stream = engine.cuda_stream(tensors[0].device.index)
+        self._run(*self._grid, stream, *self._compiled, *tensors, *self._sizes, *scalars, *self._constants)
 
 
 class on:
@@ -44,7 +52,8 @@ class on:
 
     def __init__(self, tensor: Tensor) -> None:
         index = tensor.device.index
-        self._switch = None if index == torch.cuda.current_device() else torch.cuda.device(index)
+        is_current = _only_one_device() or index == torch.cuda.current_device()
+        self._switch = None if is_current else torch.cuda.device(index)
 
     def __enter__(self) -> None:
         if self._switch is not None:
@@ -53,6 +62,11 @@ class on:
     def __exit__(self, *error: object) -> None:
         if self._switch is not None:
             self._switch.__exit__(*error)
+
+
+@functools.cache
+def _only_one_device() -> bool:
+    return bool(torch.cuda.device_count() == 1)
 
 
 def parts_of(items: int, each: int) -> int:
