@@ -46,7 +46,7 @@ IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo":
 
 MAY_USE_PRIVATE_TORCH = ("capture", "run", "backend")
 # What eager code must ask the autograd engine, and torch has no public name for.
-PRIVATE_TORCH_FILES = ("grads/engine.py",)
+PRIVATE_TORCH_FILES = ("grads/engine.py", "guard/engine.py")
 MAY_READ_ENVIRONMENT = ("options",)
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 

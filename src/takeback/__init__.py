@@ -7,6 +7,7 @@ from takeback.errors import (
     GradBufferError,
     MemoryTargetError,
     OptionError,
+    OverwriteError,
     PlanError,
     ReduceError,
     TakebackError,
@@ -14,6 +15,7 @@ from takeback.errors import (
 )
 from takeback.explain.report import Report
 from takeback.grads import GradBuffer
+from takeback.guard import guard
 from takeback.predict import largest_batch, predict
 from takeback.step import CompiledStep, compile_step
 
@@ -27,12 +29,14 @@ __all__ = [
     "GradBufferError",
     "MemoryTargetError",
     "OptionError",
+    "OverwriteError",
     "PlanError",
     "ReduceError",
     "Report",
     "TakebackError",
     "VerifyError",
     "compile_step",
+    "guard",
     "largest_batch",
     "optim",
     "predict",
