@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -101,7 +101,8 @@ def number_of(node: Node) -> int | None:
 def saved_by(node: Node) -> Iterator[tuple[str, object]]:
     """(name, value) of all that a node has saved and not yet released. With saved-tensor hooks the value is what the
     pack hook returned; it is not unpacked."""
-    for attribute in _raw_attributes(type(node)):
+    kind: Any = type(node)
+    for attribute in _raw_attributes(kind):
         try:
             raw = getattr(node, attribute)
         except RuntimeError:  # released
@@ -115,13 +116,41 @@ def saved_by(node: Node) -> Iterator[tuple[str, object]]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _raw_attributes(kind: Hashable) -> tuple[str, ...]:
+def _raw_attributes(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def knows_what_is_saved() -> bool:
     """Whether this torch shows what a node saved without unpacking it."""
     return hasattr(torch._C._autograd.SavedTensor, "data")
+
+
+def is_packed(node: Node) -> bool:
+    """Whether saved-tensor hooks decide what a Function finds in `ctx.saved_tensors`, so that asking runs code."""
+    try:
+        return any(getattr(one, "unpack_hook", None) is not None for one in node._raw_saved_tensors)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def tell_unpacked(kind: type, tell: Callable[[Any, tuple[Any, ...]], None]) -> Callable[[], None]:
+    """`tell(node, tensors)` whenever a node of this type reads its saved tensors, until the result is called."""
+    before = kind.__dict__.get("saved_tensors")
+
+    def saved_tensors(node: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = torch._C._FunctionBase.saved_tensors.__get__(node)
+        tell(node, found)
+        return found
+
+    kind.saved_tensors = property(saved_tensors)  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        if before is None:
+            del kind.saved_tensors  # type: ignore[attr-defined]
+        else:
+            kind.saved_tensors = before  # type: ignore[attr-defined]
+
+    return undo
 
 
 def takes_as_it_is(node: Node, index: int, gradient: torch.Tensor) -> bool:

@@ -52,7 +52,7 @@ def _on_cpu(region: Region, exact: bool) -> Fingerprint | None:
     if exact:
         return memory.tobytes()
     words = memory[: memory.size & ~7].view(np.uint64)
-    return zlib.crc32(memory), int(np.add.reduce(words, dtype=np.uint64))
+    return zlib.crc32(memory.data), int(np.add.reduce(words, dtype=np.uint64))
 
 
 def _on_devices(regions: Sequence[Region], exact: bool) -> list[Fingerprint | None]:

@@ -17,7 +17,8 @@ from torch.autograd.function import BackwardCFunction
 
 from takeback.guard.sites import belongs_to_user
 
-_DEPTH = 5
+CHECKPOINT = "torch.utils.checkpoint, which computed it again for another node"
+_DEPTH = 7
 """Through how many containers a reference is followed."""
 
 
@@ -41,21 +42,17 @@ def holders_of(tensors: list[torch.Tensor], ignored: set[int]) -> dict[int, str]
     variables, snapshots = _variables()
     ignored = ignored | snapshots | {id(tensors), id(variables), id(ignored), id(snapshots)}
     found: dict[int, str] = {}
-    for i, tensor in enumerate(tensors):
-        text = variables.get(id(tensor))
-        found_here = text[1] if text is not None and text[0] is tensor else _climb(tensor, variables, ignored)
-        if found_here:
-            found[i] = found_here
+    for i in range(len(tensors)):  # enumerate would keep the tensor in a tuple, which looks like a holder
+        text = variables.get(id(tensors[i])) or _climb(tensors[i], variables, ignored)
+        if text:
+            found[i] = text
     return found
 
 
-Variables = dict[int, tuple[object, str]]
-
-
-def _variables() -> tuple[Variables, set[int]]:
+def _variables() -> tuple[dict[int, str], set[int]]:
     """What the variables of the user's running functions hold, by id, with their text; and the ids of the dicts that
     show them, which are copies (before Python 3.13)."""
-    held: Variables = {}
+    held: dict[int, str] = {}
     snapshots: set[int] = set()
     for top in sys._current_frames().values():
         frame: FrameType | None = top
@@ -66,12 +63,12 @@ def _variables() -> tuple[Variables, set[int]]:
                 if belongs_to_user(frame):
                     where = f"{frame.f_code.co_name}()"
                     for name, value in list(variables.items()):
-                        held.setdefault(id(value), (value, f"the variable {name} of {where}"))
+                        held.setdefault(id(value), f"the variable {name} of {where}")
             frame = frame.f_back
     return held, snapshots
 
 
-def _climb(tensor: torch.Tensor, variables: Variables, ignored: set[int]) -> str | None:
+def _climb(tensor: torch.Tensor, variables: dict[int, str], ignored: set[int]) -> str | None:
     """How the user reaches a tensor that no variable holds directly."""
     level: list[Any] = [tensor]
     seen = {id(tensor)}
@@ -79,16 +76,17 @@ def _climb(tensor: torch.Tensor, variables: Variables, ignored: set[int]) -> str
     for depth in range(_DEPTH):
         above: list[Any] = []
         # What this search itself made must not be taken for a holder.
-        ours = ignored | seen | {id(level), id(above)}
-        for thing in gc.get_referrers(*level):
+        ours, mark = ignored | seen | {id(level), id(above)}, object()
+        for thing in gc.get_referrers(*level, mark):
             if id(thing) in ours or isinstance(thing, FrameType | BackwardCFunction):
                 continue
-            known = variables.get(id(thing))
-            if known is not None and known[0] is thing:
-                return f"{via or _place(thing, level)} in {known[1]}"
+            if type(thing) is tuple and thing and thing[-1] is mark:  # the arguments of get_referrers
+                continue
+            if id(thing) in variables:
+                return f"{via or _place(thing, level)} in {variables[id(thing)]}"
             decided = _owner(thing, level)
             if decided:
-                return f"{via} in {decided}" if via else decided
+                return f"{via} in {decided}" if via and decided != CHECKPOINT else decided
             if _passes(thing):
                 above.append(thing)
         if not above:
@@ -115,16 +113,20 @@ def _owner(thing: Any, level: Iterable[Any]) -> str | None:
         return f"the suspended {thing.__name__}()"
     if isinstance(thing, type | ModuleType):
         return f"{thing.__name__}"
+    if type(thing).__module__ == "torch.utils.checkpoint":
+        return CHECKPOINT
     if isinstance(thing, list | tuple | set | frozenset | torch.Tensor) or type(thing).__module__ in _HIDDEN:
         return None
     return f"a {type(thing).__name__}"
 
 
-_HIDDEN = ("builtins", "takeback.guard.watch")
+_HIDDEN = ("builtins", "weakref")
 
 
 def _passes(thing: Any) -> bool:
-    return isinstance(thing, dict | list | tuple | set | frozenset | torch.Tensor)
+    return (
+        isinstance(thing, dict | list | tuple | set | frozenset | torch.Tensor) or type(thing).__module__ == "weakref"
+    )
 
 
 def _place(thing: Any, level: Iterable[Any]) -> str:

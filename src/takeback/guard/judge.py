@@ -18,7 +18,7 @@ from takeback.errors import OverwriteError
 from takeback.guard import engine
 from takeback.guard.census import Census
 from takeback.guard.graph import Graph, Kind, Known, containers_in
-from takeback.guard.holders import holders_of, live
+from takeback.guard.holders import CHECKPOINT, holders_of, live
 from takeback.guard.readers import Overwrite, Reader, error_of
 from takeback.guard.region import Key, Region
 from takeback.guard.sites import Site, Sites
@@ -126,7 +126,8 @@ class Judge:
             touched.append(hit)
         found: dict[Key, list[Reader]] = {}
         for i, text in holders_of(tensors, ignored | {id(touched)}).items():
-            found.setdefault(touched[i].key, []).append(Reader(f"your own code, through {text}", node=False))
+            who = text if text == CHECKPOINT else f"your own code, through {text}"
+            found.setdefault(touched[i].key, []).append(Reader(who, node=False))
         return [(region, found.get(region.key, [])) for region in changed]
 
     def _is_state(self, tensor: torch.Tensor, own: Own, forward: bool) -> bool:

@@ -123,17 +123,29 @@ class Sites:
             caller = caller.f_back
         if caller is not None:
             self.note(caller, caller.f_lineno)
+        if frame.f_code is MODULE_CALL:
+            frame.f_trace_lines = False
+            return self._returned
         return _Lines(self, frame.f_lineno) if belongs_to_user(frame) else None
 
-    def note(self, frame: FrameType, line: int) -> None:
-        """Nodes made since the last note were made by this line."""
+    def _returned(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """The end of a module's call: what it made belongs to it, and to the line that called it."""
+        caller: FrameType | None = frame
+        while caller is not None and not belongs_to_user(caller):
+            caller = caller.f_back
+        if caller is not None and self.active:
+            self.note(caller, caller.f_lineno, inner=frame)
+        return self._returned
+
+    def note(self, frame: FrameType, line: int, inner: FrameType | None = None) -> None:
+        """Nodes made since the last note were made by this line, in the module of the inner frame."""
         number = sequence_number()
         last = getattr(self._last, "number", None)
         self._last.number = number
         if last is None or number <= last:
             return
         thread = threading.get_ident()
-        module, kind = self._module(frame)
+        module, kind = self._module(inner or frame)
         site = Site(frame.f_code.co_filename, line, frame.f_code.co_name, module, kind)
         for made in range(last, number):
             self._by_number[(thread, made)] = site

@@ -82,6 +82,7 @@ class Watch:
         self._handles: list[RemovableHandle] = []
         self._wrapped: list[tuple[Known, str]] = []
         self._hooked: set[Known] = set()  #: leaves on whose node other code hangs too
+        self._undo: dict[type, Callable[[], None]] = {}
         self._open_by_hook: dict[Known, Window] = {}
         self._census = Census(call, counts.skipped)
         self._judge = Judge(self._census, sites, threading.get_ident())
@@ -108,6 +109,8 @@ class Watch:
                 if hasattr(node, name):
                     setattr(node, name, functools.partial(self._applied, known, getattr(node, name)))
                     self._wrapped.append((known, name))
+            if type(node) not in self._undo and engine.is_packed(node):
+                self._undo[type(node)] = engine.tell_unpacked(type(node), self._unpacked)
             return
         if known.kind is not Kind.TORCH or self._every_node:
             self._handles.append(node.register_prehook(functools.partial(self._before, known)))
@@ -122,6 +125,9 @@ class Watch:
             vars(known.node).pop(name, None)
         for handle in self._handles:
             handle.remove()
+        for undo in self._undo.values():
+            undo()
+        self._undo.clear()
         self._wrapped.clear()
         self._handles.clear()
         _open.forget(self)
@@ -139,6 +145,19 @@ class Watch:
             raise
         self._close(window, result if isinstance(result, tuple | list) else (result,))
         return result
+
+    def _unpacked(self, node: Any, tensors: tuple[Any, ...]) -> None:
+        """What hooks (a checkpoint, an offload) made for a running node is watched from here on."""
+        window = next((w for w in reversed(_open.here()) if w.known.node is node), None)
+        if window is None:
+            return
+        with self._counts.timed(), engine.unseen():
+            for i, tensor in enumerate(tensors):
+                region = self._census.region(tensor, "saved by a node") if isinstance(tensor, torch.Tensor) else None
+                if region is not None and region.key not in window.own.tensors:
+                    window.own.tensors[region.key] = (f"its saved_tensors[{i}]", region)
+                    window.regions.append(region)
+                    window.before += self._fingerprints([region])
 
     def _before(self, known: Known, gradients: Iterable[Any]) -> None:
         """A leaf, or a node without a Python `apply`."""
