@@ -147,7 +147,7 @@ def test_a_parameter() -> None:
     [error] = errors_of(step)
     assert error.readers == ("your own code, through 'weight' in the variable model of step()",)
     errors = errors_of(lambda: Anything.apply(model.bias, lambda dy: sab.by_memset(model.bias.data)).sum().backward())
-    assert errors[0].readers == ("your own code, through 'bias' in the variable model of step()",)
+    assert errors[0].readers == ("your own code, through 'bias' in the variable model of <lambda>()",)
 
 
 def test_a_buffer_of_a_module_that_a_raw_write_hits() -> None:

@@ -58,7 +58,7 @@ class Judge:
     ) -> OverwriteError | None:
         found = [(region, list(self._readers(known, own, region, results))) for region in changed]
         if not any(readers for _, readers in found) and known.kind is not Kind.LEAF:
-            found = self._held(own, changed, {region.key for region in watched})
+            found = self._held(own, changed, {region.key for region in watched}, {id(results)})
         certain = [self._overwrite(known, own, region, readers) for region, readers in found if readers]
         return error_of(certain) if certain else None
 
@@ -105,12 +105,14 @@ class Judge:
                     if saved.key == region.key:
                         yield Reader(f"{known.name}, which create_graph made and which saved it as {name}")
 
-    def _held(self, own: Own, changed: list[Region], watched: set[Key]) -> list[tuple[Region, list[Reader]]]:
-        """What of the changed bytes the user's own references read."""
+    def _held(
+        self, own: Own, changed: list[Region], watched: set[Key], ignored: set[int]
+    ) -> list[tuple[Region, list[Reader]]]:
+        """What of the changed bytes the user's own references read, other than through containers of the guard."""
         gc.collect()  # what only garbage holds is not held
         keys = {region.key for region in changed}
         nodes = (known.node for known in self._census.graph.known.values() if known.kind is Kind.PYTHON)
-        ignored = {identity for node in nodes for identity in containers_in(vars(node))}
+        ignored |= {identity for node in nodes for identity in containers_in(vars(node))}
         forward = engine.sequence_number() != own.number  # one ran inside, and may have moved statistics
         tensors: list[torch.Tensor] = []
         touched: list[Region] = []
