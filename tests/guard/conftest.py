@@ -1,7 +1,8 @@
-"""One thread, and a fixed seed."""
+"""One thread, a fixed seed, and a small heap: what exists before the tests is set aside, as the guard walks the rest."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,18 @@ def _steady() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def whole_heap() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()

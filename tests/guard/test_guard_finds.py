@@ -100,6 +100,18 @@ def test_a_gradient_that_was_kept_by_a_hook() -> None:
     assert error.readers == ("your own code, through a list in the variable kept of step()",)
 
 
+def test_a_gradient_that_a_module_hook_will_read() -> None:
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Double.apply(x, sab.by_pointer)
+
+    module = Module()
+    module.register_full_backward_hook(lambda module, given, got: None)
+    [error] = errors_of(lambda: module(leaf() * 1).square().mean().backward())
+    assert "BackwardHook" in error.readers[0]
+
+
+@pytest.mark.usefixtures("whole_heap")
 @pytest.mark.parametrize("place", ["variable", "list", "attribute", "dict", "closure", "global"])
 def test_an_activation_that_the_user_holds(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = nn.Module()

@@ -24,16 +24,14 @@ _DEPTH = 7
 
 def live(*kinds: type) -> list[Any]:
     """Every object of these types, or of one derived from them, that the garbage collector knows."""
-    known: dict[type, bool] = {}
-    found = []
-    for thing in gc.get_objects():
-        type_ = type(thing)
-        fits = known.get(type_)
-        if fits is None:
-            fits = known[type_] = issubclass(type_, kinds)
-        if fits:
-            found.append(thing)
-    return found
+    wanted: set[type] = set()
+    todo = list(kinds)
+    while todo:
+        kind = todo.pop()
+        if kind not in wanted:
+            wanted.add(kind)
+            todo += type.__subclasses__(kind)
+    return [thing for thing in gc.get_objects() if type(thing) in wanted]
 
 
 def holders_of(tensors: list[torch.Tensor], ignored: set[int]) -> dict[int, str]:

@@ -58,7 +58,11 @@ class Judge:
     ) -> OverwriteError | None:
         found = [(region, list(self._readers(known, own, region, results))) for region in changed]
         if not any(readers for _, readers in found) and known.kind is not Kind.LEAF:
-            found = self._held(own, changed, {region.key for region in watched}, {id(results)})
+            keys, ignored = {region.key for region in watched}, {id(results)}
+            found = self._held(own, changed, keys, ignored)
+            if any(readers for _, readers in found):
+                gc.collect()  # what only garbage holds is not held
+                found = self._held(own, changed, keys, ignored)
         certain = [self._overwrite(known, own, region, readers) for region, readers in found if readers]
         return error_of(certain) if certain else None
 
@@ -109,7 +113,6 @@ class Judge:
         self, own: Own, changed: list[Region], watched: set[Key], ignored: set[int]
     ) -> list[tuple[Region, list[Reader]]]:
         """What of the changed bytes the user's own references read, other than through containers of the guard."""
-        gc.collect()  # what only garbage holds is not held
         keys = {region.key for region in changed}
         nodes = (known.node for known in self._census.graph.known.values() if known.kind is Kind.PYTHON)
         ignored |= {identity for node in nodes for identity in containers_in(vars(node))}

@@ -30,6 +30,8 @@ from takeback.guard.judge import Judge, Own
 from takeback.guard.region import Key, Region
 from takeback.guard.sites import Sites
 
+_work = threading.RLock()
+
 
 @dataclass
 class Counts:
@@ -44,11 +46,14 @@ class Counts:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - start
+        """Around the guard's own work, which one thread does at a time: what one of them holds while it looks around
+        must not look like somebody's reference to another."""
+        with _work:
+            start = time.perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds += time.perf_counter() - start
 
 
 @dataclass(eq=False)
