@@ -1,4 +1,4 @@
-"""One thread, a fixed seed, and a small heap: what exists before the tests is set aside, as the guard walks the rest."""
+"""One thread, a fixed seed, and a small heap: what existed before is set aside, as the guard walks it."""
 
 from __future__ import annotations
 
