@@ -19,6 +19,7 @@ import takeback as tb
 from takeback.guard import fingerprint as prints
 from takeback.guard.fingerprint import fingerprints, same
 from takeback.guard.graph import Graph
+from takeback.guard.judge import Judge
 from takeback.guard.region import Region, Unwatchable, region_of
 
 
@@ -164,7 +165,7 @@ def test_an_unknown_on_error_is_refused() -> None:
 def test_torch_alone_costs_nothing() -> None:
     with tb.guard() as g:
         nn.Linear(4, 4)(torch.randn(2, 4)).square().mean().backward()
-    assert g.report()["nodes"] == 5
+    assert g.report()["nodes"] == 6
     assert g.report()["checked"] == g.report()["fingerprinted_bytes"] == 0
 
 
@@ -231,3 +232,19 @@ def test_a_graph_that_cannot_be_read_is_skipped_and_the_program_goes_on(monkeypa
         Double.apply(x).square().mean().backward()
     assert x.grad is not None
     assert g.skipped == {"a backward whose graph cannot be read (TypeError: strange)": 1}
+
+
+@pytest.mark.parametrize("part", ["own", "error"])
+def test_a_node_that_cannot_be_judged_is_skipped_and_the_program_goes_on(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise TypeError("strange")
+
+    monkeypatch.setattr(Judge, part, fail)
+    with tb.guard() as g:
+        x = leaf()
+        Double.apply(x.tanh(), sab.nothing, sab.by_memset).square().mean().backward()
+    assert x.grad is not None
+    assert g.errors == []
+    assert g.skipped == {"a node that cannot be read (TypeError: strange)": 1}

@@ -142,6 +142,10 @@ class Watch:
     def _applied(self, known: Known, original: Callable[..., Any], *gradients: Any) -> Any:
         """A Function's backward, with a window around it."""
         window = self._open(known, tensors_in(gradients, 2))
+        if window is None:
+            result = original(*gradients)
+            self._census.ran(known, result if isinstance(result, tuple | list) else (result,))
+            return result
         try:
             with _untraced(known):
                 result = original(*gradients)
@@ -167,7 +171,9 @@ class Watch:
     def _before(self, known: Known, gradients: Iterable[Any]) -> None:
         """A leaf, or a node without a Python `apply`."""
         if known.leaf is None or self._leaf_is_suspect(known, known.leaf):
-            self._open_by_hook[known] = self._open(known, tensors_in(tuple(gradients)))
+            window = self._open(known, tensors_in(tuple(gradients)))
+            if window is not None:
+                self._open_by_hook[known] = window
 
     def _after(self, known: Known, results: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
         _open.disturb()
@@ -190,7 +196,14 @@ class Watch:
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
-    def _open(self, known: Known, gradients: Iterable[torch.Tensor]) -> Window:
+    def _open(self, known: Known, gradients: Iterable[torch.Tensor]) -> Window | None:
+        try:
+            return self._opened(known, gradients)
+        except Exception as error:  # the program that is watched must not fail because of the guard
+            self._counts.skipped[f"a node that cannot be read ({type(error).__name__}: {error})"] += 1
+            return None
+
+    def _opened(self, known: Known, gradients: Iterable[torch.Tensor]) -> Window:
         self._sites.trace_this_thread()
         with self._counts.timed(), engine.unseen():
             own = self._judge.own(known, gradients)
@@ -235,7 +248,11 @@ class Watch:
             if window.parallel:
                 self._counts.skipped["a change while another thread ran a node too"] += 1
                 return None
-            return self._judge.error(window.known, window.own, changed, window.regions, results)
+            try:
+                return self._judge.error(window.known, window.own, changed, window.regions, results)
+            except Exception as error:  # the program that is watched must not fail because of the guard
+                self._counts.skipped[f"a node that cannot be read ({type(error).__name__}: {error})"] += 1
+                return None
 
     def _fingerprints(self, regions: list[Region]) -> list[Fingerprint | None]:
         self._counts.fingerprinted_bytes += sum(region.size_bytes for region in regions)
