@@ -89,7 +89,8 @@ class Sites:
         """The engine's threads run the user's code too, where a checkpoint is computed again."""
         if self.active and sys.gettrace() is None:
             self._last.number = sequence_number()
-            self._threads.append(threading.get_ident())
+            if threading.get_ident() not in self._threads:
+                self._threads.append(threading.get_ident())
             sys.settrace(self._called)
 
     def stop(self, frame: FrameType | None) -> None:
