@@ -212,7 +212,7 @@ def bench(
 def check(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script; it is run as `python SCRIPT`.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own arguments.")
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own arguments.")
     ] = None,
 ) -> None:
     """Run a script, and stop where a backward node overwrites what others can still read. It takes longer than usual.

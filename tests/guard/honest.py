@@ -431,6 +431,21 @@ def compiled() -> Numbers:
     return numbers_of(model)
 
 
+def compiled_in_pieces() -> Numbers:
+    """Between the pieces Python runs, and the guard's trace function with it."""
+    model = nn.Linear(8, 8)
+
+    @torch.compile(backend="eager")
+    def run(x: torch.Tensor) -> torch.Tensor:
+        h = model(x).sin()
+        torch._dynamo.graph_break()
+        return h.cos()
+
+    for _ in range(2):
+        Owner.apply(run(torch.randn(3, 8))).square().mean().backward()
+    return numbers_of(model)
+
+
 def custom_op() -> Numbers:
     x = torch.randn(4, requires_grad=True)
     twice(twice(x).sin()).square().mean().backward()
@@ -512,6 +527,7 @@ CASES: list[Callable[[], Numbers]] = [
     scratch,
     threads,
     compiled,
+    compiled_in_pieces,
     custom_op,
     transforms,
     modes,

@@ -84,6 +84,18 @@ def unseen() -> Iterator[None]:
             sys.settrace(trace)
 
 
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def never_compiled(function: Any) -> Any:
+    """torch.compile takes a trace function, and what it calls, for code of the user's: it runs in the middle of it."""
+    frames = torch._C._dynamo.eval_frame
+    with contextlib.suppress(AttributeError):
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 # -- nodes -------------------------------------------------------------------------------------------------------------
 
 

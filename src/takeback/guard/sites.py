@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from takeback.guard.engine import MODULE_CALL, sequence_number
+from takeback.guard.engine import MODULE_CALL, never_compiled, sequence_number
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -115,6 +115,7 @@ class Sites:
                 return found
         return None
 
+    @never_compiled
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         if not self.active:
             sys.settrace(None)
@@ -129,6 +130,7 @@ class Sites:
             return self._returned
         return _Lines(self, frame.f_lineno) if belongs_to_user(frame) else None
 
+    @never_compiled
     def _returned(self, frame: FrameType, event: str, argument: Any) -> Any:
         """The end of a module's call: what it made belongs to it, and to the line that called it."""
         caller: FrameType | None = frame
@@ -180,6 +182,7 @@ class _Lines:
         self._sites = sites
         self._line = line
 
+    @never_compiled
     def __call__(self, frame: FrameType, event: str, argument: Any) -> _Lines | None:
         if not self._sites.active:
             return None
