@@ -49,7 +49,7 @@ IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo":
 
 MAY_USE_PRIVATE_TORCH = ("capture", "run", "backend")
 # What eager code must ask of torch, and torch has no public name for.
-PRIVATE_TORCH_FILES = ("engine.py", "workspace/internals.py")
+PRIVATE_TORCH_FILES = ("engine.py", "guard/engine.py", "workspace/internals.py")
 MAY_READ_ENVIRONMENT = ("options",)
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
 

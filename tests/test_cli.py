@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -239,10 +240,68 @@ def test_bench_takes_a_memory() -> None:
     assert 'mlp, memory="keep", 1 steps of each in turns' in result.stdout
 
 
-def test_check_belongs_to_a_later_version() -> None:
-    result = run("check", "train.py")
-    assert result.exit_code == 2
-    assert "later version" in result.stderr
+SCRIPT = """
+import sys
+import torch
+import neighbour
+
+class Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        if "--sabotage" in sys.argv:
+            x.detach().numpy()[...] = 7  # as a raw kernel does: no version counter sees it
+        return dy * 2
+
+assert __name__ == "__main__"
+print("arguments", sys.argv[1:])
+h = torch.tanh(torch.randn(3, 4, requires_grad=True))
+Scale.apply(h).square().mean().backward()
+if "--exit" in sys.argv:
+    sys.exit(3)
+if "--fail" in sys.argv:
+    raise KeyError("mine")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "neighbour.py").write_text("")
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_check_runs_a_script_and_says_what_it_watched(script: str) -> None:
+    before = list(sys.argv), list(sys.path)
+    result = run("check", script, "--lr", "3")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "arguments ['--lr', '3']\n"
+    assert "no unsafe overwrite. 1 backwards, 5 nodes, of which 1 were" in result.stderr
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert (sys.argv, sys.path) == before
+
+
+def test_check_names_an_overwrite_and_exits_1(script: str) -> None:
+    result = run("check", script, "--sabotage")
+    assert result.exit_code == 1
+    assert "ScaleBackward overwrote its saved_tensors[0] (float32 [3, 4])" in result.stderr
+    assert "TanhBackward0, which saved it as result" in result.stderr
+    assert "h = torch.tanh(torch.randn(3, 4, requires_grad=True))" in result.stderr
+    assert "Traceback" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+
+
+def test_check_ends_as_the_script_ends(script: str) -> None:
+    assert run("check", script, "--exit").exit_code == 3
+    result = run("check", script, "--fail")
+    assert isinstance(result.exception, KeyError)
+    assert run("check", "no_such_file.py").exit_code == 2
 
 
 def test_demo_ends_with_equal_bits_and_what_to_do_next(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from takeback.errors import (
     GradBufferError,
     MemoryTargetError,
     OptionError,
+    OverwriteError,
     PlanError,
     ReduceError,
     TakebackError,
@@ -16,6 +17,7 @@ from takeback.errors import (
 )
 from takeback.explain.report import Report
 from takeback.grads import GradBuffer
+from takeback.guard import guard
 from takeback.norm_cache import NormCache
 from takeback.predict import largest_batch, predict
 from takeback.step import CompiledStep, compile_step
@@ -33,6 +35,7 @@ __all__ = [
     "MemoryTargetError",
     "NormCache",
     "OptionError",
+    "OverwriteError",
     "PlanError",
     "ReduceError",
     "Report",
@@ -41,6 +44,7 @@ __all__ = [
     "Workspace",
     "WorkspaceError",
     "compile_step",
+    "guard",
     "largest_batch",
     "nn",
     "optim",

@@ -1,6 +1,6 @@
 """The command line: `takeback demo | explain | fit | bench | check`.
 
-Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable argument or a command of a later version.
+Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable argument. `check` has the script's own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import inspect
 import os
+import runpy
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +26,10 @@ from typer.core import TyperCommand, TyperGroup
 
 import takeback
 from takeback import demo as demos
-from takeback.errors import TakebackError
+from takeback.errors import OverwriteError, TakebackError
 from takeback.explain.frontier import Frontier
 from takeback.explain.report import Report
+from takeback.guard import Guard
 from takeback.options import Options
 from takeback.predict import frontier as find_frontier
 from takeback.zoo import CASES, Case, case
@@ -205,12 +208,54 @@ def bench(
     console.print(demos.verdict(result))
 
 
-@app.command(cls=_Command)
+@app.command(cls=_Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def check(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script.")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script; it is run as `python SCRIPT`.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own arguments.")
+    ] = None,
 ) -> None:
-    """Run a script and catch unsafe overwrites (in a later version)."""
-    _fail(f"takeback check needs takeback.guard, which comes in a later version; {script} was not run.", code=2)
+    """Run a script, and stop where a backward node overwrites what others can still read. It takes longer than usual.
+
+    Exits with 1 after an unsafe overwrite, else with the script's own code."""
+    with _CleanErrors():
+        if not script.is_file():
+            raise BadArgument(f"there is no file {script}")
+    code: object = 0
+    with takeback.guard() as guard:
+        try:
+            _run_script(script, arguments or [])
+        except SystemExit as end:
+            code = end.code
+        except OverwriteError:
+            pass  # the guard has it too
+    if guard.errors:
+        _fail(f"OverwriteError in {script.name}\n\n{guard.errors[0]}", code=1)
+    typer.echo(_summary(guard), err=True)
+    if code is not None and not isinstance(code, int):  # as Python does for sys.exit("a message")
+        _fail(str(code), code=1)
+    raise typer.Exit(code or 0)
+
+
+def _run_script(script: Path, arguments: list[str]) -> None:
+    """As `python script arguments` does."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
+def _summary(guard: Guard) -> str:
+    counts = guard.report()
+    lines = [
+        f"takeback check: no unsafe overwrite. {counts['backwards']:,} backwards, {counts['nodes']:,} nodes, of which "
+        f"{counts['checked']:,} were watched; {counts['fingerprinted_bytes'] / 2**20:,.1f} MiB fingerprinted, "
+        f"{counts['seconds']:.1f} s in the guard.",
+        *(f"not watched: {reason} ({count:,} times)" for reason, count in sorted(guard.skipped.items())),
+    ]
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
 
 
 # -- targets -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,23 @@ class BorrowError(TakebackError):
     """A plan reads bytes after another value was written onto them."""
 
 
+class OverwriteError(TakebackError, RuntimeError):
+    """A backward node overwrote bytes that somebody else can still read (`takeback.guard`).
+
+    node      the name of the node that wrote
+    tensor    what it overwrote, as that node knows it
+    line      the forward line that made the node, with its module; None if it is not known
+    readers   who can read the bytes later
+    """
+
+    def __init__(self, text: str, *, node: str, tensor: str, line: str | None, readers: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.node = node
+        self.tensor = tensor
+        self.line = line
+        self.readers = readers
+
+
 class VerifyError(TakebackError):
     """A compiled step did not give the same bits as eager (`verify_every`)."""
 

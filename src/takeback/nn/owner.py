@@ -32,7 +32,7 @@ class Copies(Counter[str]):
 
     def note(self, why: str | None, what: str = "") -> None:
         """Count one, unless `why` is None. A step that is being recorded must not change Python state."""
-        if why is not None and not engine.being_recorded():
+        if why is not None and not torch.compiler.is_compiling() and not engine.being_recorded():
             self[f"{what}: {why}" if what else why] += 1
 
     def __str__(self) -> str:

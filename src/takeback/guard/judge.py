@@ -1,0 +1,162 @@
+"""Changed bytes in, the error out if somebody other than the node that changed them can read them.
+
+Nodes, gradients on their way and `.grad`s are known to the census. Python is searched only where none of these reads
+the bytes, since the search walks the heap.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from takeback.errors import OverwriteError
+from takeback.guard import engine
+from takeback.guard.census import Census
+from takeback.guard.graph import Graph, Kind, Known, containers_in
+from takeback.guard.holders import CHECKPOINT, holders_of, live
+from takeback.guard.readers import Overwrite, Reader, error_of
+from takeback.guard.region import Key, Region
+from takeback.guard.sites import Site, Sites
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a node was handed, as it was before it ran."""
+
+    tensors: dict[Key, tuple[str, Region]]  #: its incoming gradients, and what it saved
+    returned: frozenset[Key]  #: of these, what torch.autograd.grad gives to its caller
+    versions: dict[int, int | None]  #: of the buffers of modules, by id
+    number: int  #: of the next autograd node
+
+
+class Judge:
+    """Answers for one call into the engine."""
+
+    def __init__(self, census: Census, sites: Sites, thread: int) -> None:
+        self._census, self._sites, self._thread = census, sites, thread
+
+    def own(self, known: Known, gradients: Iterable[torch.Tensor]) -> Own:
+        tensors = {region.key: (f"its {name}", region) for name, region in known.saved}
+        returned = set()
+        for i, gradient in enumerate(gradients):
+            region = self._census.region(gradient, "a gradient")
+            if region is not None:
+                tensors[region.key] = (f"its incoming gradient {i}", region)
+                if (known.node, i) in self._census.captured:
+                    returned.add(region.key)
+        buffers = [buffer for reference in self._census.buffers if (buffer := reference()) is not None]
+        versions = {id(buffer): engine.version_of(buffer) for buffer in buffers}
+        return Own(tensors, frozenset(returned), versions, engine.sequence_number())
+
+    def error(
+        self, known: Known, own: Own, changed: list[Region], watched: list[Region], results: list[Any]
+    ) -> OverwriteError | None:
+        found = [(region, list(self._readers(known, own, region, results))) for region in changed]
+        if not any(readers for _, readers in found) and known.kind is not Kind.LEAF:
+            keys, ignored = {region.key for region in watched}, {id(results)}
+            found = self._held(own, changed, keys, ignored)
+            if any(readers for _, readers in found):
+                gc.collect()  # what only garbage holds is not held
+                found = self._held(own, changed, keys, ignored)
+        certain = [self._overwrite(known, own, region, readers) for region, readers in found if readers]
+        return error_of(certain) if certain else None
+
+    def _readers(self, known: Known, own: Own, region: Region, results: list[Any]) -> Iterator[Reader]:
+        count = 0
+        for reader in self._nodes_and_grads(known, region):
+            count += 1
+            yield reader
+        if region.key in own.returned:
+            count += 1
+            yield Reader("the caller of torch.autograd.grad, who gets this gradient", node=False)
+        name, mine = own.tensors.get(region.key, ("", region))
+        if mine.shared and "incoming" in name:
+            count += 1
+            yield Reader("the other elements of the gradient: it is expanded, and they share bytes", node=False)
+        if self._census.call.creates and not count:
+            yield from self._new_nodes(region, results)
+
+    def _nodes_and_grads(self, known: Known, region: Region) -> Iterator[Reader]:
+        for reader, name in self._census.saved.get(region.key, (region, []))[1]:
+            if self._census.reads(reader, known):
+                again = " and reads it in a second backward: the graph is kept" if reader.ran else ""
+                who = "itself" if reader is known else reader.name
+                yield Reader(f"{who}, which saved it as {name}{again}", self._site(reader))
+        for (reader, nr), waiting in self._census.pending.items():
+            if waiting is not None and waiting.key == region.key and reader is not known:
+                leaf = reader.leaf
+                if leaf is not None:
+                    yield Reader(f"{_name(leaf)}, as its gradient", node=False)
+                else:
+                    yield Reader(f"{reader.name}, as its incoming gradient {nr}", self._site(reader))
+        own = known.leaf
+        for grad, reference in self._census.grads.values():
+            leaf = reference()
+            if grad.key == region.key and leaf is not None and leaf is not own:
+                yield Reader(f"your own code, through the .grad of {_name(leaf)}", node=False)
+
+    def _new_nodes(self, region: Region, results: list[Any]) -> Iterator[Reader]:
+        """Nodes of the graph that create_graph is making."""
+        roots = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        for known in Graph(Counter()).add(roots):
+            if known.node not in self._census.graph.known:
+                for name, saved in known.saved:
+                    if saved.key == region.key:
+                        yield Reader(f"{known.name}, which create_graph made and which saved it as {name}")
+
+    def _held(
+        self, own: Own, changed: list[Region], watched: set[Key], ignored: set[int]
+    ) -> list[tuple[Region, list[Reader]]]:
+        """What of the changed bytes the user's own references read, other than through containers of the guard."""
+        keys = {region.key for region in changed}
+        nodes = (known.node for known in self._census.graph.known.values() if known.kind is Kind.PYTHON)
+        ignored |= {identity for node in nodes for identity in containers_in(vars(node))}
+        forward = engine.sequence_number() != own.number  # one ran inside, and may have moved statistics
+        tensors: list[torch.Tensor] = []
+        touched: list[Region] = []
+        for tensor in live(torch.Tensor):
+            region = self._census.region(tensor, "held in Python")
+            if region is None or (region.key in watched and region.key not in keys):
+                continue
+            hit = next((r for r in changed if r.key == region.key), None)
+            hit = hit or next((r for r in changed if r.overlaps(region)), None)
+            if hit is None or (hit.key not in own.tensors and self._is_state(tensor, own, forward)):
+                continue
+            tensors.append(tensor)
+            touched.append(hit)
+        found: dict[Key, list[Reader]] = {}
+        for i, text in holders_of(tensors, ignored | {id(touched)}).items():
+            who = text if text == CHECKPOINT else f"your own code, through {text}"
+            found.setdefault(touched[i].key, []).append(Reader(who, node=False))
+        return [(region, found.get(region.key, [])) for region in changed]
+
+    def _is_state(self, tensor: torch.Tensor, own: Own, forward: bool) -> bool:
+        """Whether it is a module's buffer that was updated on purpose."""
+        if id(tensor) not in own.versions:
+            return False
+        return forward or engine.version_of(tensor) != own.versions[id(tensor)]
+
+    def _overwrite(self, known: Known, own: Own, region: Region, readers: list[Reader]) -> Overwrite:
+        leaf = known.leaf
+        if region.key in own.tensors:
+            name, region = own.tensors[region.key]
+        else:
+            name = "a tensor that it was not given" if leaf is None else f"more than the .grad of {_name(leaf)}"
+        return Overwrite(known.name, self._site(known), f"{name} ({region.text})", readers)
+
+    def _site(self, known: Known) -> Site | None:
+        return self._sites.of(engine.number_of(known.node), self._thread)
+
+
+def _name(leaf: torch.Tensor) -> str:
+    """A parameter by its module; another leaf by its shape."""
+    for module in live(torch.nn.Module):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter is leaf:
+                return f"parameter {name} of a {type(module).__name__}"
+    return f"a leaf {list(leaf.shape)}"
