@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from takeback import engine
 from takeback.nn import ops, owner
-from takeback.nn.invert import Weights, without_inverse
+from takeback.nn.invert import Limits, Weights, limits_of, without_inverse
 from takeback.nn.kernels import activated
 from takeback.nn.kernels.activated import Activation
 from takeback.nn.owner import Copies
@@ -32,6 +32,10 @@ class Scale(enum.Enum):
 
     WEIGHT = "weight"
     ABSOLUTE = "absolute"  #: |weight| + eps
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"unknown scale {value!r}; the scales are {', '.join(each.value for each in cls)}")
 
 
 @dataclass(frozen=True)
@@ -148,12 +152,13 @@ def activated_norm(
         z = F.batch_norm(x, running_mean, running_var, gamma, bias, training, momentum, eps)
         return plain_activation(z, act, activation_param)
     _check(x, running_mean, running_var, training, group)
+    _check_tables(x, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
     copies = owner.ELSEWHERE if copies is None else copies
     absolute = scale is Scale.ABSOLUTE
     why = without_inverse(act, activation_param, x.dtype)
     if why is None:
-        slope = activation_param if act == Activation.LEAKY_RELU and activation_param < 1 else 1.0
-        why = _refused_weights(weights or Weights(), weight, bias, x.dtype, slope, eps if absolute else None)
+        limits = limits_of(act, activation_param, x.dtype)
+        why = _refused_weights(weights or Weights(), weight, bias, limits, eps if absolute else None)
         copies.note(why, "backward from the input")
     from_output = why is None
     not_ours = _not_ours(x) if from_output else None
@@ -277,13 +282,12 @@ def _refused_weights(
     weights: Weights,
     weight: Tensor | None,
     bias: Tensor | None,
-    dtype: torch.dtype,
-    slope: float,
+    limits: Limits,
     absolute_eps: float | None,
 ) -> str | None:
     if torch.compiler.is_compiling():
         return None if weight is None else COMPILED
-    return weights.reason(weight, bias, dtype, slope, absolute_eps)
+    return weights.reason(weight, bias, limits, absolute_eps)
 
 
 def _not_ours(x: Tensor) -> str | None:
@@ -363,6 +367,18 @@ def _synchronised_backward_(
     if layer.count:
         activated.put_(dy, saved, out, layer, mean, invstd, total, count)
     return gradients[0], gradients[1]
+
+
+def _check_tables(x: Tensor, **tables: Tensor | None) -> None:
+    """The kernels read and write as many elements as x has channels, wherever they lie."""
+    channels = x.shape[1]
+    for name, table in tables.items():
+        if table is None:
+            continue
+        if table.dim() != 1 or table.shape[0] != channels:
+            raise ValueError(f"{name} has shape {tuple(table.shape)}; the input has {channels} channels")
+        if table.device != x.device or not table.is_floating_point():
+            raise ValueError(f"{name} is {table.dtype} on {table.device}; a floating dtype on {x.device} is needed")
 
 
 def _check(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, training: bool, group: Any) -> None:

@@ -8,12 +8,17 @@ with one such channel keeps its input instead, for as long as that is so.
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from takeback import engine
 from takeback.nn.kernels.activated import Activation, reach
 
+TOO_SMALL = "a weight is too small to invert, by itself or beside its bias"
 _EVERY = 8  #: changes of a GPU's weights between two looks at them
 
 
@@ -31,6 +36,28 @@ def without_inverse(activation: Activation, param: float, dtype: torch.dtype) ->
         if dtype in (torch.float16, torch.bfloat16):
             return "elu flattens out below zero, where half precision keeps no digits of it"
     return None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Within which weights can be inverted: |beta| <= ratio * |gamma| and |gamma| >= least, in every channel.
+
+    depth is elu's: five deviations below beta, z must not be so deep that y is -alpha but for a few bits. An error of
+    eps in y / alpha is one of eps * exp(-z) in z.
+    """
+
+    ratio: float
+    least: float
+    depth: float = math.inf
+
+
+@functools.lru_cache
+def limits_of(activation: Activation, param: float, dtype: torch.dtype) -> Limits:
+    """For activations stored as `dtype`."""
+    within = reach(dtype)
+    slope = min(param, 1.0) if activation == Activation.LEAKY_RELU and param > 0 else 1.0
+    depth = -math.log(512 * torch.finfo(dtype).eps) if activation == Activation.ELU else math.inf
+    return Limits(within.ratio, within.least / slope, depth)
 
 
 class Weights:
@@ -53,50 +80,47 @@ class Weights:
         self._changes = 0
 
     def reason(
-        self, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
+        self, weight: Tensor | None, bias: Tensor | None, limits: Limits, absolute_eps: float | None = None
     ) -> str | None:
-        """For activations stored as `dtype`, the least slope of the activation being `slope`."""
-        if weight is None or engine.is_fake(weight):
+        """Why y cannot be inverted with these weights, as far as is known."""
+        if weight is None:
             return None
+        if engine.is_fake(weight):
+            return "the weights have no values to look at"
         if engine.being_recorded():  # into a program that asks again when it is replayed
-            invertible = worst_ratio(weight, bias, reach(dtype).least / slope, absolute_eps) <= reach(dtype).ratio
-            return None if bool(invertible) else "a weight is too small to invert"
-        key = (dtype, *(version for each in (weight, bias) if each is not None for version in _version(each)))
-        if key != self._key:
-            self._changes += 1
-            self._ask(weight, bias, dtype, slope, absolute_eps)
-            self._key = key
-        most = reach(dtype).ratio
-        if self._worst is None or self._worst <= most:
-            return None
-        return (
-            f"a weight is too small to invert: |bias| is {self._worst:.3g} times |weight|, and {most:.3g} is the most"
-        )
+            return None if bool(worst_ratio(weight, bias, limits, absolute_eps) <= limits.ratio) else TOO_SMALL
+        if not weight.is_cuda:
+            self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
+        else:
+            self._look(weight, bias, limits, absolute_eps)
+        assert self._worst is not None
+        return None if self._worst <= limits.ratio else TOO_SMALL
 
-    def _ask(
-        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, slope: float, absolute_eps: float | None
-    ) -> None:
-        if weight.is_cuda and self._worst is not None:
-            if not self._asked and self._changes % _EVERY:
-                return
-            if torch.cuda.is_current_stream_capturing():
-                return  # into a CUDA graph: nothing may be read, the last answer holds
-        if self._asked:
+    def _look(self, weight: Tensor, bias: Tensor | None, limits: Limits, absolute_eps: float | None) -> None:
+        key = (limits, *(version for each in (weight, bias) if each is not None for version in _version(each)))
+        if key == self._key:
+            return
+        self._key = key
+        self._changes += 1
+        if self._worst is None:
+            self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
+        elif not self._asked and self._changes % _EVERY:
+            pass
+        elif torch.cuda.is_current_stream_capturing():
+            pass  # into a CUDA graph: nothing may be read, the last answer holds
+        elif self._asked:
             assert self._answer is not None
             answer, arrived = self._answer
             arrived.synchronize()  # it was asked for a change ago: no wait
             self._worst, self._asked = float(answer), False
-            return
-        worst = worst_ratio(weight, bias, reach(dtype).least / slope, absolute_eps)
-        if not weight.is_cuda or self._worst is None:
-            self._worst = float(worst)
-            return
-        if self._answer is None:
-            self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
-        answer, arrived = self._answer
-        answer.copy_(worst, non_blocking=True)
-        arrived.record()
-        self._asked = True
+        else:
+            worst = worst_ratio(weight, bias, limits, absolute_eps)
+            if self._answer is None:
+                self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
+            answer, arrived = self._answer
+            answer.copy_(worst, non_blocking=True)
+            arrived.record()
+            self._asked = True
 
 
 def _version(parameter: Tensor) -> tuple[object, object]:
@@ -107,16 +131,19 @@ def _version(parameter: Tensor) -> tuple[object, object]:
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, absolute_eps: float | None) -> Tensor:
-    """The largest |beta| / |gamma| of all channels, infinite where |gamma| is below `least`."""
+def worst_ratio(weight: Tensor, bias: Tensor | None, limits: Limits, absolute_eps: float | None) -> Tensor:
+    """The largest |beta| / |gamma| of all channels, infinite where one is beyond the other limits."""
     if weight.is_cuda and weight.is_contiguous() and (bias is None or bias.is_contiguous()):
         from takeback.nn.kernels import activated_cuda  # Triton is imported only where there is a GPU
 
-        return activated_cuda.worst_ratio(weight, bias, least, absolute_eps)
+        return activated_cuda.worst_ratio(weight, bias, limits.least, limits.depth, absolute_eps)
     gamma = weight.abs().to(torch.promote_types(weight.dtype, torch.float32))
     if absolute_eps is not None:
         gamma = gamma + absolute_eps
-    beta = torch.zeros_like(gamma) if bias is None else bias.abs()
     if not gamma.numel():
         return gamma.new_zeros(())
-    return torch.where(gamma < least, torch.inf, beta / gamma).amax()
+    beta = torch.zeros_like(gamma) if bias is None else bias.to(gamma.dtype)
+    beyond = gamma < limits.least
+    if limits.depth != math.inf:
+        beyond |= 5 * gamma - beta - gamma.log() > limits.depth
+    return torch.where(beyond, torch.inf, beta.abs() / gamma).amax()

@@ -42,7 +42,9 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
         @functools.wraps(kernel)
         def call(*arguments: Any) -> Any:
-            return operator(*arguments) if engine.being_recorded() else kernel(*arguments)
+            given = arguments[0]
+            plain = type(given) in (Tensor, torch.nn.Parameter) and (given.is_cpu or given.is_cuda)
+            return kernel(*arguments) if plain and not engine.being_recorded() else operator(*arguments)
 
         return call
 
@@ -65,8 +67,8 @@ def layer_of(
     """The kernels' description of an activated norm of a dense x."""
     return Layer(
         *activated.sizes(x),
-        weight,
-        bias,
+        None if weight is None else weight.contiguous(),
+        None if bias is None else bias.contiguous(),
         Activation(activation),
         param,
         absolute_eps=eps if absolute else None,
@@ -137,11 +139,11 @@ def _into_(
         assert running_var is not None
         width = arithmetic(x)
         mean, invstd = running_mean.to(width, copy=True), (running_var.to(width) + eps).rsqrt_()
-    elif layer.count:
+    elif x.numel():
         mean, invstd = activated.batch_statistics(x, layer, eps, running_mean, running_var, momentum)
     else:
         mean, invstd = (x.new_zeros(layer.channels, dtype=arithmetic(x)) for _ in range(2))
-    if layer.count:
+    if x.numel():
         activated.normalise_(x, out, layer, mean, invstd)
     return mean, invstd
 
@@ -194,7 +196,7 @@ def _put_(
     layer = layer_of(saved, weight, bias, eps, activation, param, absolute, from_output)
     dy = laid_as(dy, saved)
     sums, of_weight, of_bias = activated.gather(dy, saved, layer, mean, invstd)
-    if out is not None and layer.count:
+    if out is not None and dy.numel():
         activated.put_(dy, saved, out, layer, mean, invstd, sums if training else None, layer.count)
     return of_weight, of_bias
 
@@ -212,8 +214,9 @@ def _put_(
 def rms_norm(x: Tensor, weight: Tensor | None, columns: int, eps: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     y = torch.empty_like(x)
+    given = None if weight is None else weight.contiguous()
     rows = x.numel() // columns if columns else 0
-    return y, row_steps.rms_norm_(x, y, Rows(rows, columns, weight, None, centred=False), eps)
+    return y, row_steps.rms_norm_(x, y, Rows(rows, columns, given, None, centred=False), eps)
 
 
 def _row_gradients(saved: Tensor, columns: int, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -265,6 +268,10 @@ def _put_rows_(
     bias: Tensor | None,
     from_output: bool,
 ) -> tuple[Tensor, Tensor]:
+    if weight is not None:
+        weight = weight.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
     norm = Rows(rstd.numel(), columns, weight, bias, centred, from_output)
     of_weight, of_bias = row_steps.gradients_(dy.contiguous(), saved, out, norm, mean, rstd)
     return (

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from takeback import engine
 from takeback.nn import ops, owner
-from takeback.nn.invert import Weights
+from takeback.nn.invert import Weights, limits_of
+from takeback.nn.kernels.activated import Activation
 from takeback.nn.owner import Copies
 
 
@@ -50,6 +51,8 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
         if torch.is_autocast_enabled(x.device.type) and x.is_cuda:
             x = x.float()  # as autocast does to layer_norm there
         mixed = self.weight is not None and self.weight.dtype != x.dtype
+        if mixed:
+            self.copies.note(f"the input is {x.dtype}, the weight another dtype", "torch's layer_norm keeps the input")
         if mixed or torch.compiler.is_compiling() or engine.transformed():
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return _row_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, True, self._weights, self.copies)
@@ -93,9 +96,15 @@ def _row_norm(
     copies: Copies,
 ) -> Tensor:
     shape = tuple(shape)
+    if not x.is_floating_point():
+        raise TypeError(f"a norm's input has a floating dtype, got {x.dtype}")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and (tuple(parameter.shape) != shape or parameter.device != x.device):
+            found = f"{tuple(parameter.shape)} on {parameter.device}"
+            raise ValueError(f"{name} has shape {found}; {shape} on {x.device} is needed")
     if tuple(x.shape[x.dim() - len(shape) :]) != shape:
         raise ValueError(f"expected an input whose shape ends in {shape}, got {tuple(x.shape)}")
-    why = weights.reason(weight, bias, x.dtype, 1.0, None)
+    why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
     copies.note(why, "backward from the input")
     return RowNorm.apply(x, weight, bias, How(shape, eps, centred, why is None, copies))
 

@@ -93,7 +93,7 @@ def batch_statistics(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """mean and 1 / sqrt(variance + eps); the running statistics move towards this batch's by `momentum`."""
-    if x.is_cuda:
+    if x.is_cuda and all(running is None or running.is_contiguous() for running in (running_mean, running_var)):
         return _backend(x).batch_statistics(x, layer, eps, running_mean, running_var, momentum)  # type: ignore[no-any-return]
     mean, variance = statistics(x, layer)
     track_(running_mean, running_var, mean, variance, layer.count, momentum)
@@ -123,6 +123,14 @@ def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor
     saved is y where `layer.from_output`: z = act⁻¹(y), xhat = (z - beta) / gamma, 0 where gamma is 0 (on a GPU: where
     it is out of `reach`); mean and invstd are not read then. Else it is x: xhat = (x - mean) * invstd.
     """
+    if not dy.numel():
+        dtypes = (None if each is None else each.dtype for each in (layer.weight, layer.bias))
+        width = torch.float64 if dy.dtype == torch.float64 else torch.float32
+        sums, *gradients = (
+            dy.new_zeros(shape, dtype=dtype or width)
+            for shape, dtype in zip(((2, layer.channels), layer.channels, layer.channels), (None, *dtypes), strict=True)
+        )
+        return sums, gradients[0], gradients[1]
     if dy.is_cuda:
         return _backend(dy).gather(dy, saved, layer, mean, invstd)  # type: ignore[no-any-return]
     sums = activated_cpu.gather_sums(dy, saved, layer, mean, invstd)

@@ -91,10 +91,10 @@ def put_(
         (plan.put_constant if sums is None else plan.put)(*tensors, scalars=(count,))
 
 
-def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, absolute_eps: float | None) -> Tensor:
-    """The largest |beta| / |gamma| of all channels, infinite where |gamma| is below `least`."""
+def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, depth: float, absolute_eps: float | None) -> Tensor:
+    """The largest |beta| / |gamma| of all channels, infinite beyond `least` and `depth`."""
     dtypes = weight.dtype, None if bias is None else bias.dtype
-    launch = _worst_ratio(weight.device, weight.numel(), *dtypes, least, absolute_eps)
+    launch = _worst_ratio(weight.device, weight.numel(), *dtypes, least, depth, absolute_eps)
     worst = weight.new_empty((), dtype=torch.float32)
     with on(weight):
         launch(weight, _given(bias, weight), worst)
@@ -108,9 +108,15 @@ def _worst_ratio(
     weight: torch.dtype,
     bias: torch.dtype | None,
     least: float,
+    depth: float,
     absolute_eps: float | None,
 ) -> Launch:
-    form = {"LEAST": least, "HAS_BIAS": bias is not None, "ABSOLUTE": absolute_eps is not None}
+    form: dict[str, Any] = {
+        "LEAST": least,
+        "DEPTH": min(depth, 1e30),
+        "HAS_BIAS": bias is not None,
+        "ABSOLUTE": absolute_eps is not None,
+    }
     return Launch(
         kernels.worst_ratio, (1,), (channels,), form | {"EPS": absolute_eps or 0.0, "BLOCK": min(1024, power(channels))}
     )

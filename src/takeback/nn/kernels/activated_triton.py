@@ -544,19 +544,21 @@ def worst_ratio(
     out,
     channels,
     LEAST: tl.constexpr,
+    DEPTH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ABSOLUTE: tl.constexpr,
     EPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest |beta| / |gamma|, infinite where |gamma| is below LEAST; one program."""
+    """The largest |beta| / |gamma|, infinite where |gamma| is below LEAST or z goes below DEPTH; one program."""
     worst = tl.zeros([BLOCK], tl.float32)
     for start in range(0, channels, BLOCK):
         c = start + tl.arange(0, BLOCK)
         inside = c < channels
         gamma, beta = parameters(weight, bias, c, inside, True, HAS_BIAS, ABSOLUTE, EPS, tl.float32)
         gamma = tl.abs(gamma)
-        ratio = tl.where(gamma < LEAST, float("inf"), tl.abs(beta) / gamma)
+        beyond = (gamma < LEAST) | (5.0 * gamma - beta - tl.log(gamma) > DEPTH)
+        ratio = tl.where(beyond, float("inf"), tl.abs(beta) / gamma)
         ratio = tl.where(ratio == ratio, ratio, float("inf"))  # a NaN cannot be inverted either
         worst = tl.maximum(worst, tl.where(inside, ratio, 0.0))
     tl.store(out, tl.max(worst, axis=0))
