@@ -1,4 +1,4 @@
-"""The attention context (SOURCES.md, S4): what one layer did to the features, handed to the next layer as a matrix.
+"""The attention context (after RustGPT): what one layer did to the features, handed to the next layer as a matrix.
 
 With width D, rows of a layer's input `x_in` and of its output `x_out`:
 
@@ -28,9 +28,16 @@ def sampled_rows(x: Tensor) -> Tensor:
 
 def correlation(x_in: Tensor, x_out: Tensor) -> Tensor:
     """The correlation of every column of x_in with every column of x_out: 0 where it has no finite value."""
-    first, second = x_in - x_in.mean(0), x_out - x_out.mean(0)
-    norms = torch.outer(first.norm(dim=0), second.norm(dim=0))
-    return (first.T @ second / norms).nan_to_num(0.0, 0.0, 0.0)
+    (first, above), (second, below) = _centred(x_in), _centred(x_out)
+    return (first.T @ second / torch.outer(above, below)).nan_to_num(0.0, 0.0, 0.0)
+
+
+def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns less their means, and their norms: 0 where there is nothing but the rounding of the mean."""
+    centred = x - x.mean(0)
+    norms = centred.norm(dim=0)
+    rounding = 8 * torch.finfo(x.dtype).eps * x.norm(dim=0)
+    return centred, norms.masked_fill_(norms <= rounding, 0.0)
 
 
 class AttentionContext(nn.Module):
@@ -71,10 +78,9 @@ class AttentionContext(nn.Module):
         assert self.strength is not None
         return x + (self.strength / x.shape[-1]) * (x @ context)
 
-    @torch.no_grad()
     def updated(self, context: Tensor, x_in: Tensor, x_out: Tensor) -> Tensor:
-        """The context after a layer that made x_out of x_in."""
-        rows = (sampled_rows(x).to(context.dtype) for x in (x_in, x_out))
+        """The context after a layer that made x_out of x_in, without a gradient."""
+        rows = (sampled_rows(x.detach()).to(context.dtype) for x in (x_in, x_out))
         return context.lerp(correlation(*rows).tanh_(), self.rate)
 
     def _kept_for_(self, x: Tensor) -> Tensor:

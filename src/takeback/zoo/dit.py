@@ -1,13 +1,12 @@
-"""A diffusion transformer after Peebles and Xie: noisy images, times and classes in, a prediction of the same shape out.
+"""A diffusion transformer after Peebles and Xie: noisy images, times and classes in, something image-shaped out.
 
-Two ways to train it, each a loss and a sampler: `ddpm_loss` and `sample_ddpm` predict the noise of a diffusion in steps,
-`flow_loss` and `sample_flow` the velocity from image to noise. The losses draw times and noise from torch's own random
-numbers, in the step, as training code does. `DIT_S_2` has the architecture of DiT-S/2; `SMALL` and `BENCH` are smaller.
+Two ways to train it, each a loss and a sampler: `ddpm_loss` and `sample_ddpm` for a diffusion in steps, whose noise is
+predicted; `flow_loss` and `sample_flow` for a flow, whose velocity is. The losses draw times and noise inside the step,
+from torch's own random numbers. `DIT_S_2` has the architecture of DiT-S/2; `SMALL` and `BENCH` are smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import log
 
@@ -72,9 +71,7 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
         self.mlp_norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
         self.modulation = nn.Linear(width, 6 * width)
 
     def forward(self, tokens: Tensor, condition: Tensor) -> Tensor:
@@ -124,7 +121,8 @@ class DiT(nn.Module):
 
     def forward(self, images: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """`times` in [0, STEPS] and `labels`, one for each image; the label `config.classes` stands for no class."""
-        condition = F.silu(self.time(waves(times, self.config.frequencies)) + self.label(labels))
+        seen = waves(times, self.config.frequencies).to(self.label.weight.dtype)
+        condition = F.silu(self.time(seen) + self.label(labels))
         tokens = self.patches(self.patchify(images)) + self.position
         for block in self.blocks:
             tokens = block(tokens, condition)
@@ -171,7 +169,6 @@ def ddpm_loss(model: DiT, images: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(model(noisy, times, model.dropped(labels)), noise)
 
 
-@torch.no_grad()
 def sample_ddpm(
     model: DiT, labels: Tensor, *, steps: int = 50, guidance: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -198,7 +195,6 @@ def flow_loss(model: DiT, images: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(model(noisy, times * STEPS, model.dropped(labels)), noise - images)
 
 
-@torch.no_grad()
 def sample_flow(
     model: DiT, labels: Tensor, *, steps: int = 50, guidance: float = 1.0, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -212,8 +208,6 @@ def sample_flow(
 
 # -- both ----------------------------------------------------------------------------------------------------------
 
-Sampler = Callable[..., Tensor]
-
 
 def _noise(model: DiT, labels: Tensor, generator: torch.Generator | None) -> Tensor:
     c = model.config
@@ -222,8 +216,9 @@ def _noise(model: DiT, labels: Tensor, generator: torch.Generator | None) -> Ten
 
 def _guided(model: DiT, images: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
     """The prediction, moved away from the one without a class: 1 is the plain prediction, more is more of the class."""
-    seen = model(images, times, labels)
-    if guidance == 1.0:
-        return seen
-    blind = model(images, times, torch.full_like(labels, model.config.classes))
-    return torch.lerp(blind, seen, guidance)
+    with torch.no_grad():
+        seen = model(images, times, labels)
+        if guidance == 1.0:
+            return seen
+        blind = model(images, times, torch.full_like(labels, model.config.classes))
+        return torch.lerp(blind, seen, guidance)

@@ -1,8 +1,8 @@
 """A selective state space model after Mamba-2 (Dao and Gu): token ids in, next-token logits out.
 
 Each head keeps a state of `state` x `head_width` numbers. At every token the state decays by a factor that the token
-chooses, takes the token in, and is read. `scan` computes this in chunks, by matrix products alone. `MAMBA2_130M` has the
-architecture and parameter count of mamba2-130m; `SMALL` and `BENCH` are smaller.
+chooses, takes the token in, and is read. `scan` computes this in chunks, by matrix products alone. `MAMBA2_130M` has
+the architecture and parameter count of mamba2-130m; `SMALL` and `BENCH` are smaller.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def scan(x: Tensor, logs: Tensor, write: Tensor, read: Tensor, chunk: int) -> Te
     to_end = (total[..., -1:] - total).exp()
     last = write.mT @ (x * to_end[..., None])  # [batch, chunks, heads, state, width]: what each chunk adds
     # The state before chunk c is what the chunks before it added, decayed over those in between.
-    across = decay_between(F.pad(total[..., -1].transpose(1, 2), (1, 0)))[..., :-1, 1:]  # [batch, heads, chunks, chunks]
+    across = decay_between(F.pad(total[..., -1].transpose(1, 2), (1, 0)))[
+        ..., :-1, 1:
+    ]  # [batch, heads, chunks, chunks]
     flat = last.transpose(1, 2).reshape(batch, heads, chunks, state * width)
     before = (across @ flat).view(batch, heads, chunks, state, width).transpose(1, 2)
     carried = (read @ before) * total.exp()[..., None]
