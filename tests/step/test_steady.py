@@ -39,7 +39,7 @@ def steady_steps() -> Iterator[Steps]:
     made = {}
     for name, optimizer in SETTINGS:
         of = case(name, optimizer=optimizer)
-        made[name, optimizer] = (of, steady(of))
+        made[name, optimizer] = (of, steady(of, solve_s=1.0))
     yield made
     torch.set_num_threads(threads)
 
@@ -71,7 +71,11 @@ def test_no_gradient_is_copied(steady_steps: Steps, name: str, optimizer: str) -
     gradients = {f"%{r.buffer}" for r in program.grads.values()}
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
     assert not [e for e in copied if e.value in gradients]
-    assert {e.value for e in copied if e.op == "clone"} <= {"loss"}
+    clones = [op for op in program.ops if op.target is torch.ops.aten.clone.default]
+    assert not [op for op in clones if op.args[0].stride == op.results[0].stride], "a copy that moves nothing"
+    # Patches, and products over chunks, need another order in memory; the others copy nothing.
+    reordered = {f"%{op.results[0].buffer}" for op in clones} if name in ("dit", "ssm") else set()
+    assert {e.value for e in copied if e.op == "clone"} <= {"loss"} | reordered
 
 
 @each
@@ -195,7 +199,7 @@ def test_batch_is_never_written() -> None:
     for name in SMALL:
         of = case(name)
         given = [t.clone() for t in of.batch]
-        steady(of, 4, poison=True)
+        steady(of, 4, poison=True, solve_s=0.5)
         for t, then in zip(of.batch, given, strict=True):
             assert torch.equal(t, then)
 

@@ -72,23 +72,23 @@ def scan(x: Tensor, logs: Tensor, write: Tensor, read: Tensor, chunk: int) -> Te
         x, logs = F.pad(x, (0, 0, 0, 0, 0, padding)), F.pad(logs, (0, 0, 0, padding))
         write, read = F.pad(write, (0, 0, 0, padding)), F.pad(read, (0, 0, 0, padding))
     chunks = x.shape[1] // chunk
-    x = x.view(batch, chunks, chunk, heads, width).transpose(2, 3)  # [batch, chunks, heads, chunk, width]
-    logs = logs.view(batch, chunks, chunk, heads).transpose(2, 3)  # [batch, chunks, heads, chunk]
-    write = write.view(batch, chunks, 1, chunk, state)
-    read = read.view(batch, chunks, 1, chunk, state)
-    total = logs.cumsum(-1)
+    x = x.view(batch, chunks, chunk, heads, width)
+    write, read = write.view(batch, chunks, chunk, state), read.view(batch, chunks, chunk, state)
+    logs = logs.view(batch, chunks, chunk, heads).transpose(2, 3)
+    total = logs.cumsum(-1)  # [batch, chunks, heads, chunk]
 
-    within = (read @ write.mT) * decay_between(logs) @ x
-    to_end = (total[..., -1:] - total).exp()
-    last = write.mT @ (x * to_end[..., None])  # [batch, chunks, heads, state, width]: what each chunk adds
-    # The state before chunk c is what the chunks before it added, decayed over those in between.
-    across = decay_between(F.pad(total[..., -1].transpose(1, 2), (1, 0)))[
-        ..., :-1, 1:
-    ]  # [batch, heads, chunks, chunks]
-    flat = last.transpose(1, 2).reshape(batch, heads, chunks, state * width)
-    before = (across @ flat).view(batch, heads, chunks, state, width).transpose(1, 2)
-    carried = (read @ before) * total.exp()[..., None]
-    return (within + carried).transpose(2, 3).reshape(batch, chunks * chunk, heads, width)[:, :length]
+    scores = (read @ write.mT)[:, :, None] * decay_between(logs)
+    within = (scores @ x.transpose(2, 3)).transpose(2, 3)
+    # All heads are one product here: write and read are the same for all of them.
+    to_end = (total[..., -1:] - total).exp().transpose(2, 3)
+    added = write.mT @ (x * to_end[..., None]).flatten(3)  # [batch, chunks, state, heads * width]
+    # The state before a chunk is what the chunks before it added, decayed over those in between.
+    whole = F.pad(total[..., -1].transpose(1, 2), (1, 0))
+    across = decay_between(whole)[..., :-1, 1:]  # [batch, heads, chunks, chunks]
+    added = added.view(batch, chunks, state, heads, width).permute(0, 3, 1, 2, 4)
+    before = (across @ added.flatten(3)).view(batch, heads, chunks, state, width).permute(0, 2, 3, 1, 4)
+    carried = (read @ before.flatten(3)).view(x.shape) * total.exp().transpose(2, 3)[..., None]
+    return (carried + within).reshape(batch, chunks * chunk, heads, width)[:, :length]
 
 
 class GatedNorm(nn.Module):
@@ -123,7 +123,7 @@ class Mixer(nn.Module):
         c = self.config
         length = hidden.shape[1]
         gate, mixed, steps = self.input(hidden).split((c.inner, self.mixed, c.heads), dim=-1)
-        mixed = F.silu(self.conv(mixed.mT)[..., :length]).mT
+        mixed = F.silu(self.conv(mixed.mT)[..., :length]).mT.contiguous()  # tokens are rows again, for all that follows
         x, write, read = mixed.split((c.inner, c.state, c.state), dim=-1)
         x = x.unflatten(-1, (c.heads, c.head_width))
         steps = F.softplus(steps + self.step_bias)
