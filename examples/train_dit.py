@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--guidance", type=float, default=2.0, help="1 is none; more is more of the class")
+    parser.add_argument("--sample-steps", type=int, default=50)
     parser.add_argument("--memory", default="auto", help="as for takeback.compile_step")
     parser.add_argument("--out", type=Path, default=Path("dit.png"))
     arguments = parser.parse_args()
@@ -57,7 +58,7 @@ def main() -> None:
     model.eval()
     labels = torch.arange(len(SHAPES)).repeat_interleave(8)
     generator = torch.Generator().manual_seed(2)
-    images = sample(model, labels, steps=50, guidance=arguments.guidance, generator=generator)
+    images = sample(model, labels, steps=arguments.sample_steps, guidance=arguments.guidance, generator=generator)
     write_png(arguments.out, grid(images, columns=8), scale=4)
     print(f"{len(images)} samples written to {arguments.out}")
 
