@@ -37,7 +37,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = DiT(dit.SMALL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     loss_fn, sample = LOSSES[arguments.loss]
     step = tb.compile_step(model, loss_fn, optimizer, clip_norm=1.0, memory=arguments.memory)
