@@ -23,6 +23,7 @@ from takeback import zoo
 from takeback.capture.program import Program, Special
 from takeback.errors import MemoryTargetError, OptionError
 from takeback.passes.again import draws_random_numbers
+from takeback.passes.solve import Solver
 from takeback.run.eager import eager_step
 
 aten = torch.ops.aten
@@ -342,6 +343,14 @@ def above_resident(step: tb.CompiledStep) -> float:
 
 @pytest.mark.parametrize("name", NETS)
 def test_lowest_peak_has_eagers_bits_with_dead_bytes_poisoned(name: str) -> None:
+    step = train_both(under(NETS[name], "min"), steps=4, poison=True)
+    assert rebuilt(step), "nothing was rebuilt: this shows nothing"
+    assert_random_ops_run_once(step)
+
+
+@pytest.mark.parametrize("name", ["diffusion", "state-space", "u-net", "read-by-many"])
+def test_choice_that_is_made_when_the_time_is_over_has_eagers_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Solver, "_once", lambda *_: None)
     step = train_both(under(NETS[name], "min"), steps=4, poison=True)
     assert rebuilt(step), "nothing was rebuilt: this shows nothing"
     assert_random_ops_run_once(step)
