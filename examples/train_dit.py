@@ -1,7 +1,7 @@
 """Trains a small diffusion transformer on drawn shapes, compiled by takeback, and writes a grid of samples.
 
-    python examples/train_dit.py                          # flow matching, about two minutes on two cores
-    python examples/train_dit.py --loss ddpm --steps 2000
+    python examples/train_dit.py                # flow matching
+    python examples/train_dit.py --loss ddpm
 
 Each row of the picture is one class: disc, ring, square, frame, diamond, cross, saltire, horizontal stripes, vertical
 stripes, checkerboard.
@@ -27,7 +27,7 @@ LOSSES = {"flow": (dit.flow_loss, dit.sample_flow), "ddpm": (dit.ddpm_loss, dit.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loss", choices=LOSSES, default="flow")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--guidance", type=float, default=2.0, help="1 is none; more is more of the class")
     parser.add_argument("--sample-steps", type=int, default=50)

@@ -1,6 +1,6 @@
 """Trains the same small GPT with and without the attention context, both compiled by takeback, side by side.
 
-    python examples/train_gpt_context.py        # about a minute on two cores
+    python examples/train_gpt_context.py
 
 Both start from the same weights and see the same text, Python's own source code. What is printed is each one's loss,
 and how strong the context has become: it starts at 1 and is trained like any other parameter.

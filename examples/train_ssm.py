@@ -1,6 +1,6 @@
 """Trains a small Mamba-2 style model on Python's own source code, compiled by takeback, and lets it write.
 
-python examples/train_ssm.py                # about a minute on two cores
+python examples/train_ssm.py
 python examples/train_ssm.py --steps 3000   # better text
 """
 
