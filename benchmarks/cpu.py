@@ -1,10 +1,11 @@
 """Eager, torch.compile and takeback (mode exact) side by side on the CPU, in one interleaved run.
 
-    python benchmarks/cpu.py [--rounds 12] [--out benchmarks/results/cpu.json]
+    python benchmarks/cpu.py [--rounds 12] [--cases gpt resnet gpt_context dit ssm] [--out benchmarks/results/cpu.json]
 
 Fixed sizes: gpt = vocabulary 8192, width 384, 4 layers, 8 x 256 tokens, AdamW fused; resnet = ResNet-50, 8 x 112², SGD
-with momentum. Every round runs one step of each system, in a shuffled order, so that a slow moment of a shared machine
-hits all of them; ratios are medians of the rounds' own ratios. Peaks are tensor bytes as the allocator saw them.
+with momentum; gpt_context, dit and ssm (only if asked for) are those of benchmarks/architectures.py. Every round runs
+one step of each system, in a shuffled order, so that a slow moment of a shared machine hits all of them; ratios are
+medians of the rounds' own ratios. Peaks are tensor bytes as the allocator saw them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from takeback import zoo
 from takeback.run import allocator
 from takeback.run.eager import eager_step
 
-CASES = {"gpt": ("gpt", "bench"), "resnet": ("resnet", "full")}
+CASES = {
+    "gpt": ("gpt", "bench"),
+    "resnet": ("resnet", "full"),
+    "gpt_context": ("gpt_context", "bench"),
+    "dit": ("dit", "bench"),
+    "ssm": ("ssm", "bench"),
+}
+DEFAULT = ("gpt", "resnet")
 MIB = 1 << 20
 
 
@@ -157,7 +165,7 @@ def measure(name: str, rounds: int, progress: Progress, *, inductor: bool) -> li
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="timed rounds per case")
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--cases", nargs="*", default=list(DEFAULT), choices=list(CASES))
     parser.add_argument(
         "--without-compile",
         action="store_true",

@@ -73,11 +73,11 @@ def small_mlp() -> nn.Module:
 # -- the zoo ------------------------------------------------------------------------------------------------------
 
 
-def zoo_case(name: str, model: Callable[[], nn.Module] | None = None) -> Case:
-    size = {"mlp": 16, "resnet": 16}
+def zoo_case(name: str, model: Callable[[], nn.Module] | None = None, loss_fn: Any = None) -> Case:
+    size = {"mlp": 16, "resnet": 16, "dit": 8}
 
     def draw(i: int) -> tuple[Tensor, ...]:
-        if name == "gpt":
+        if name in ("gpt", "gpt_context", "ssm"):
             return next(byte_batches(2, 24, i))
         images, labels = next(shape_batches(4, size[name], i))
         return (images.flatten(1) if name == "mlp" else images), labels
@@ -86,9 +86,10 @@ def zoo_case(name: str, model: Callable[[], nn.Module] | None = None) -> Case:
     kind, settings = type(shipped.optimizer), shipped.optimizer.defaults
     return Case(
         model or (lambda: zoo.case(name).model),
-        shipped.loss_fn,
+        loss_fn or shipped.loss_fn,
         draw,
         lambda m: kind(m.parameters(), **{k: v for k, v in settings.items() if k != "decoupled_weight_decay"}),
+        settings={} if name == "resnet" else {"solve_s": 0.5},
     )
 
 
@@ -99,7 +100,20 @@ RESNETS = [
     dataclasses.replace(zoo.resnet.SMALL, inplace=inplace, zero_init=zero)
     for inplace, zero in [(False, False), (True, False), (True, True)]
 ]
+CONTEXTS = [
+    dataclasses.replace(zoo.gpt.SMALL, width=32, layers=3, dropout=dropout, context_strength=1.0)
+    for dropout in (0.0, 0.1)
+]
+DIT = dataclasses.replace(zoo.dit.SMALL, size=8, width=32, layers=2)
+SSM = dataclasses.replace(zoo.ssm.SMALL, width=32, state=8, head_width=16, chunk=16)  # 24 tokens: the last is half full
+S4 = {
+    **{f"gpt-context-dropout={c.dropout}": zoo_case("gpt_context", lambda c=c: zoo.GPT(c)) for c in CONTEXTS},
+    "dit-ddpm": zoo_case("dit", lambda: zoo.DiT(DIT)),
+    "dit-flow": zoo_case("dit", lambda: zoo.DiT(DIT), zoo.dit.flow_loss),
+    "ssm": zoo_case("ssm", lambda: zoo.SSM(SSM)),
+}
 ZOO = {
+    **S4,
     "mlp": zoo_case("mlp"),
     **{f"gpt-dropout={c.dropout}-tied={c.tied}": zoo_case("gpt", lambda c=c: zoo.GPT(c)) for c in GPTS},
     **{
@@ -111,7 +125,8 @@ ZOO = {
 
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_model_trains_to_eagers_bits_in_less_memory(name: str) -> None:
-    step = train_both(dataclasses.replace(ZOO[name], settings={"keep_grads": False}), steps=20)
+    case = ZOO[name]
+    step = train_both(dataclasses.replace(case, settings={**case.settings, "keep_grads": False}), steps=20)
     report = step.report()
     assert report.peak_bytes <= report.eager_peak_bytes
 
@@ -119,6 +134,36 @@ def test_zoo_model_trains_to_eagers_bits_in_less_memory(name: str) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_zoo_model_keeps_its_bits_when_dead_bytes_are_poisoned(name: str) -> None:
     train_both(ZOO[name], steps=5, poison=True)
+
+
+S4_SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulate-clip_norm": {"accumulate": 2, "clip_norm": 0.1},
+    "early": {"update": "early", "keep_grads": False},
+    "min": {"memory": "min"},
+    "verify_every": {"verify_every": 2},
+}
+
+
+@pytest.mark.parametrize("setting", S4_SETTINGS)
+@pytest.mark.parametrize("name", ["gpt-context-dropout=0.1", "dit-ddpm", "dit-flow", "ssm"])
+def test_context_diffusion_and_state_space_give_eagers_bits_with(name: str, setting: str) -> None:
+    settings = {**S4[name].settings, **S4_SETTINGS[setting]}
+    train_both(dataclasses.replace(S4[name], settings=settings), steps=5, poison=setting == "min")
+
+
+def test_context_is_the_same_tensor_before_and_after_compiling() -> None:
+    """Whoever reads the context outside of the step reads what the step wrote, and eager goes on from there."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def between(i: int, model: nn.Module, _: torch.optim.Optimizer) -> None:
+        if i:
+            kept.append((model.attention_context.context, model.attention_context.context.clone()))
+
+    train_both(dataclasses.replace(S4["gpt-context-dropout=0.0"], between=between), steps=6)
+    eager, ours = kept[::2], kept[1::2]
+    assert len({id(c) for c, _ in ours}) == 1
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(eager, ours, strict=True))
+    assert not torch.equal(ours[0][1], ours[1][1]), "the context does not change: this shows nothing"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -1189,7 +1234,10 @@ def test_autocast_around_and_inside_the_step(outer: bool, inner: bool) -> None:
     train_both(Case(lambda: Regions(inner), classify, labelled(4, 3, 16), around=around), steps=8)
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt-dropout=0.1-tied=True", "resnet-inplace=True-zero_init=False"])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "gpt-dropout=0.1-tied=True", "resnet-inplace=True-zero_init=False", *(n for n in S4 if n[-1] != "1")],
+)
 def test_zoo_model_under_autocast(name: str) -> None:
     train_both(dataclasses.replace(ZOO[name], around=autocast), steps=5)
 

@@ -23,6 +23,7 @@ from takeback import zoo
 from takeback.capture.program import Program, Special
 from takeback.errors import MemoryTargetError, OptionError
 from takeback.passes.again import draws_random_numbers
+from takeback.passes.solve import Solver
 from takeback.run.eager import eager_step
 
 aten = torch.ops.aten
@@ -269,7 +270,22 @@ def autocast_square(model: nn.Module, *batch: Tensor) -> Tensor:
         return model(*batch).float().square().mean()
 
 
+def text(i: int) -> tuple[Tensor, ...]:
+    return next(zoo.byte_batches(2, 24, i))
+
+
+def shapes(i: int) -> tuple[Tensor, ...]:
+    return next(zoo.shape_batches(8, 8, i))
+
+
+CONTEXT = replace(zoo.gpt.SMALL, width=32, layers=3, context_strength=1.0)
+DIT = replace(zoo.dit.SMALL, size=8, width=32, layers=1)
+SSM = replace(zoo.ssm.SMALL, width=32, state=8, head_width=16, layers=1)
+
 NETS: dict[str, Case] = {
+    "attention-context": Case(lambda: zoo.GPT(CONTEXT), zoo.gpt.loss_fn, text),
+    "diffusion": Case(lambda: zoo.DiT(DIT), zoo.dit.ddpm_loss, shapes, settings={"solve_s": 6.0}),
+    "state-space": Case(lambda: zoo.SSM(SSM), zoo.ssm.loss_fn, text, settings={"solve_s": 6.0}),
     "dropout-blocks": Case(blocks, square, noise(ROWS, 16)),
     "multihead": Case(lambda: Attending(0.0), square, noise(4, 12, 16)),
     "multihead-dropout": Case(lambda: Attending(0.2), square, noise(4, 12, 16)),
@@ -332,6 +348,14 @@ def test_lowest_peak_has_eagers_bits_with_dead_bytes_poisoned(name: str) -> None
     assert_random_ops_run_once(step)
 
 
+@pytest.mark.parametrize("name", ["diffusion", "state-space", "u-net", "read-by-many"])
+def test_choice_that_is_made_when_the_time_is_over_has_eagers_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Solver, "_once", lambda *_: None)
+    step = train_both(under(NETS[name], "min"), steps=4, poison=True)
+    assert rebuilt(step), "nothing was rebuilt: this shows nothing"
+    assert_random_ops_run_once(step)
+
+
 @pytest.mark.parametrize("name", ["sdpa", "conv2d-batch-norm", "accumulate", "aux-from-the-middle"])
 def test_auto_has_eagers_bits(name: str) -> None:
     assert_random_ops_run_once(train_both(under(NETS[name], "auto"), steps=3))
@@ -345,7 +369,7 @@ def test_share_of_eagers_peak_is_kept_with_eagers_bits(name: str) -> None:
 
 
 def zoo_case(name: str) -> Case:
-    rows = {"mlp": 32, "gpt": 2, "resnet": 4}[name]
+    rows = {"mlp": 32, "gpt": 2, "resnet": 4, "gpt_context": 2}[name]
 
     def batch(i: int) -> tuple[Tensor, ...]:
         return zoo.case(name, batch=rows, seed=i).batch
@@ -354,7 +378,9 @@ def zoo_case(name: str) -> Case:
     return Case(lambda: copy.deepcopy(made.model), made.loss_fn, batch, sgd if name == "resnet" else adamw)
 
 
-@pytest.mark.parametrize(("name", "memory"), [("mlp", "1x"), ("gpt", "min"), ("gpt", "0.7x"), ("resnet", "min")])
+@pytest.mark.parametrize(
+    ("name", "memory"), [("mlp", "1x"), ("gpt", "min"), ("gpt", "0.7x"), ("gpt_context", "0.7x"), ("resnet", "min")]
+)
 def test_zoo_model_has_eagers_bits_whatever_the_target(name: str, memory: str) -> None:
     step = train_both(under(zoo_case(name), memory), steps=3, poison=memory == "min")
     if memory.endswith("x"):

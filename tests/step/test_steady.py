@@ -19,7 +19,9 @@ from takeback.zoo import CASES, Case, case
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = sorted(CASES)
-SETTINGS = [(name, optimizer) for name in SMALL for optimizer in ("sgd", "momentum", "adamw")]
+S4 = ("dit", "gpt_context", "ssm")  # what differs by optimizer is shown by the others
+SETTINGS = [(name, optimizer) for name in SMALL if name not in S4 for optimizer in ("sgd", "momentum", "adamw")]
+SETTINGS += [(name, "adamw") for name in S4]
 
 
 def steady(of: Case, steps: int = 4, **options: object) -> tb.CompiledStep:
@@ -39,7 +41,7 @@ def steady_steps() -> Iterator[Steps]:
     made = {}
     for name, optimizer in SETTINGS:
         of = case(name, optimizer=optimizer)
-        made[name, optimizer] = (of, steady(of))
+        made[name, optimizer] = (of, steady(of, solve_s=30.0 if name in S4 else 8.0))
     yield made
     torch.set_num_threads(threads)
 
@@ -71,7 +73,11 @@ def test_no_gradient_is_copied(steady_steps: Steps, name: str, optimizer: str) -
     gradients = {f"%{r.buffer}" for r in program.grads.values()}
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
     assert not [e for e in copied if e.value in gradients]
-    assert {e.value for e in copied if e.op == "clone"} <= {"loss"}
+    clones = [op for op in program.ops if op.target is torch.ops.aten.clone.default]
+    assert not [op for op in clones if op.args[0].stride == op.results[0].stride], "a copy that moves nothing"
+    # Patches, and products over chunks, need another order in memory; the others copy nothing.
+    reordered = {f"%{op.results[0].buffer}" for op in clones} if name in ("dit", "ssm") else set()
+    assert {e.value for e in copied if e.op == "clone"} <= {"loss"} | reordered
 
 
 @each
@@ -79,6 +85,12 @@ def test_peak_is_at_most_eagers(steady_steps: Steps, name: str, optimizer: str) 
     report = steady_steps[name, optimizer][1].report()
     assert report.peak_bytes <= report.eager_peak_bytes
     assert report.resident_bytes < report.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["dit", "ssm"])
+def test_auto_peaks_at_no_more_than_0_7_of_eagers(steady_steps: Steps, name: str) -> None:
+    report = steady_steps[name, "adamw"][1].report()
+    assert report.peak_bytes - report.resident_bytes <= 0.7 * (report.eager_peak_bytes - report.resident_bytes)
 
 
 @each
@@ -195,7 +207,7 @@ def test_batch_is_never_written() -> None:
     for name in SMALL:
         of = case(name)
         given = [t.clone() for t in of.batch]
-        steady(of, 4, poison=True)
+        steady(of, 4, poison=True, solve_s=0.5)
         for t, then in zip(of.batch, given, strict=True):
             assert torch.equal(t, then)
 

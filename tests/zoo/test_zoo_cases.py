@@ -7,7 +7,7 @@ import torch
 
 from takeback.zoo import CASES, OPTIMIZERS, Case, case
 
-QUICK = ["mlp/small", "resnet/small", "gpt/small"]
+QUICK = [f"{name}/small" for name in CASES]
 ALL = [f"{name}/{size}" for name, sizes in CASES.items() for size in sizes]
 
 
@@ -28,7 +28,8 @@ def train_step(of: Case) -> float:
 def test_every_small_case_takes_a_finite_step_that_reaches_every_parameter(which: str) -> None:
     built = build(which)
     before = [parameter.detach().clone() for parameter in built.model.parameters()]
-    assert 0.0 < train_step(built) < 20.0
+    for _ in range(3 if built.name.startswith("dit") else 1):  # its gates are zero at first: what they gate comes later
+        assert 0.0 < train_step(built) < 20.0
     after = list(built.model.parameters())
     assert all(parameter.grad is not None for parameter in after)
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))

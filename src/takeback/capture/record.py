@@ -8,7 +8,8 @@ so that `undo_` can put it back if the step does not complete.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,7 +89,9 @@ class Recorder(TorchDispatchMode):
         *,
         reachable: Sequence[torch.Tensor] = (),
         generators: Sequence[torch.Generator] = (),
+        held: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
+        """`held()`: the tensors that the model's attributes hold just now."""
         super().__init__()
         self.ops: list[Op] = []
         self.buffers: dict[BufferId, Buffer] = {}
@@ -105,6 +108,8 @@ class Recorder(TorchDispatchMode):
         self._death: dict[BufferId, int] = {}
         self._address: dict[BufferId, int] = {}
         self._undo: dict[BufferId, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._held = held
+        self._undo_new: dict[BufferId, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = {}
         self._facts: dict[Any, _OpFacts] = {}
         self._sites = Sites()
         self._device = next((t.device for t, (role, _) in known.items() if role is Role.PARAMETER), torch.device("cpu"))
@@ -328,11 +333,23 @@ class Recorder(TorchDispatchMode):
             return
         for tensor in mutated:
             buffer = self._region(tensor).buffer
-            if self.buffers[buffer].role.borrowed and buffer not in self._undo:
+            if self.buffers[buffer].role is Role.INTERNAL:
+                self._remember_new(buffer, tensor)
+            elif buffer not in self._undo:
                 if buffer in self._leaves:
                     self._refuse_shared(buffer)
                 whole = self._externals[buffer] if buffer in self._externals else self._batch[self._leaves[buffer]]
                 self._undo[buffer] = (whole.detach(), whole.detach().clone())
+
+    def _remember_new(self, buffer: BufferId, tensor: torch.Tensor) -> None:
+        """The same for state that the step has made itself and put into the model before it writes it: a buffer that
+        is allocated when it is first needed. The step is recorded once more, and must find there what it began with."""
+        if self.phase is not Phase.FORWARD or buffer in self._undo_new:
+            return
+        storage = tensor.untyped_storage()._cdata
+        found = [t for t in self._held() if t.layout is torch.strided and t.untyped_storage()._cdata == storage]
+        if found:  # by weak references: what the step lets go again is not kept alive
+            self._undo_new[buffer] = [(weakref.ref(t), t.detach().clone()) for t in found]
 
     def _refuse_shared(self, buffer: BufferId) -> None:
         """A write to one batch tensor that shows in another would have to be followed by bytes, not by tensors."""
@@ -360,6 +377,15 @@ class Recorder(TorchDispatchMode):
         with torch.no_grad():
             for tensor, before in self._undo.values():
                 tensor.copy_(before)
+            for reference, before in (pair for pairs in self._undo_new.values() for pair in pairs):
+                if (made := reference()) is not None:
+                    made.detach().copy_(before)
+
+    @property
+    def new_state(self) -> tuple[torch.Tensor, ...]:
+        """What the step made, put into the model and then wrote; `undo_` takes back the writing."""
+        made = (reference() for pairs in self._undo_new.values() for reference, _ in pairs)
+        return tuple(t for t in made if t is not None)
 
     def _refuse_dynamic(self, func: Any, facts: _OpFacts, args: tuple[Any, ...], site: Site | None) -> None:
         if not facts.dynamic:

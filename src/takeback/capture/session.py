@@ -11,7 +11,7 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -98,18 +98,43 @@ def capture(
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
     first = _guard(subject, args, kwargs)
+    before = {
+        t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
+    }
     device = next((p.device for p in subject.parameters), torch.device("cpu"))
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
         try:
             return _attempt(subject, args, kwargs, recording, real)
-        except _Unsettled:
+        except _Unsettled as unsettled:
             for generator, state in states:
                 generator.set_state(state)
-            return _attempt(subject, args, kwargs, recording, real)
+            got = _attempt(subject, args, kwargs, recording, real)
+            taken_back = {t.untyped_storage()._cdata for t in unsettled.new_state}
+            _refuse_unknown_state(got, subject, before | taken_back)
+            return got
     except _Unsettled as unsettled:
         first.restore_()
         raise CaptureError(str(unsettled)) from None
+
+
+def _strided(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from (t for t in tensors if t.layout is torch.strided)
+
+
+def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]) -> None:
+    """State that the first recording made and wrote, and that the second wrote again, would be one step ahead of
+    eager's: what it held in between is not known."""
+    for tensor in got.statistics:
+        if tensor.untyped_storage()._cdata not in known:
+            got.rewind_()
+            for p in subject.parameters:
+                p.grad = None
+            raise _Unsettled(
+                f"the step makes a tensor of shape {tuple(tensor.shape)} the first time it runs, keeps it, and writes "
+                f"it in the same run and in every later one. What it held before is not known, so its first update "
+                f"would count twice. Make it before the first step, or keep it as a buffer of a module."
+            )
 
 
 def _guard(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guard:
@@ -118,6 +143,10 @@ def _guard(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> G
 
 class _Unsettled(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
+
+    def __init__(self, reason: str, new_state: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(reason)
+        self.new_state = new_state  #: what the step made and wrote, as it was before it was written
 
 
 def _attempt(
@@ -132,7 +161,13 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(recording()) if recording is not None else None
         recorder = Recorder(
-            subject.known(), batch, log, real, reachable=guard.tensors, generators=guard.generators if real else ()
+            subject.known(),
+            batch,
+            log,
+            real,
+            reachable=guard.tensors,
+            generators=guard.generators if real else (),
+            held=functools.partial(_held_by, subject.model),
         )
         try:
             with _tripwires(), torch.enable_grad():
@@ -144,6 +179,14 @@ def _attempt(
                 p.grad = None
             raise
     return _settle(subject, recorder, guard, loss, aux, has_aux, norm, log.events if log is not None else ())
+
+
+def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that are attributes of the model's modules, registered or not."""
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
 
 
 def _run(
@@ -287,7 +330,7 @@ def _settle(
         recorder.undo_()
         for p in subject.parameters:
             p.grad = None
-        raise _Unsettled(reason)
+        raise _Unsettled(reason, recorder.new_state)
 
     torch.clear_autocast_cache()
     escaped = recorder.escaped(keep)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from takeback import engine
 from takeback.nn import ops, owner
-from takeback.nn.invert import Limits, Weights, limits_of, without_inverse
+from takeback.nn.invert import Weights, limits_of, without_inverse
 from takeback.nn.kernels import activated
 from takeback.nn.kernels.activated import Activation
 from takeback.nn.owner import Copies
@@ -157,8 +157,11 @@ def activated_norm(
     absolute = scale is Scale.ABSOLUTE
     why = without_inverse(act, activation_param, x.dtype)
     if why is None:
-        limits = limits_of(act, activation_param, x.dtype)
-        why = _refused_weights(weights or Weights(), weight, bias, limits, eps if absolute else None)
+        if torch.compiler.is_compiling():
+            why = None if weight is None else COMPILED
+        else:
+            limits = limits_of(act, activation_param, x.dtype)
+            why = (weights or Weights()).reason(weight, bias, limits, eps if absolute else None)
         copies.note(why, "backward from the input")
     from_output = why is None
     not_ours = _not_ours(x) if from_output else None
@@ -276,18 +279,6 @@ class TracedNorm(torch.autograd.Function):
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
-
-
-def _refused_weights(
-    weights: Weights,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    limits: Limits,
-    absolute_eps: float | None,
-) -> str | None:
-    if torch.compiler.is_compiling():
-        return None if weight is None else COMPILED
-    return weights.reason(weight, bias, limits, absolute_eps)
 
 
 def _not_ours(x: Tensor) -> str | None:

@@ -129,6 +129,10 @@ class Menu:
     def unknowns(self) -> int:
         return len(self.carry) + len(self.rebuild)
 
+    def alive_until(self, buffer: BufferId) -> int:
+        """The position after its last use."""
+        return self._alive[buffer].end
+
     def choice(self, ones: frozenset[int]) -> Choice:
         """The choice that the unknowns in `ones` stand for."""
         chosen = {

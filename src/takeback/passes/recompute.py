@@ -17,6 +17,7 @@ from takeback.capture.program import Op
 from takeback.ownership.curve import alive_bytes
 from takeback.passes.choice import Choice, apply
 from takeback.passes.draft import Draft, slot_of
+from takeback.passes.fallback import cheapest_first
 from takeback.passes.menu import Menu
 from takeback.passes.overwrite import overwrite
 from takeback.passes.solve import WORTH, Solution, Solver
@@ -97,6 +98,9 @@ class Search:
         each = solver.lowest_peak(most, deadline=now + 0.5 * (self._deadline - now), start=alike)
         self.cut_short = self.cut_short or each is None or not each.proved
         points = [self._point(s) for s in (alike, each) if s is not None]
+        if not points:  # nothing was found in time
+            for choice, added in cheapest_first(self._menu, most):
+                points.append(Point(choice, planned_peak(apply(self.draft, choice)), added))
         best = min(points, key=self._worth, default=self.keep)
         return best if best.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
 

@@ -138,6 +138,7 @@ class Emitter:
         self._batch: dict[tuple[bool, Region], str] = {}
         self._updating = False  # once it has begun, what is left of the backward belongs to it
         self._grad: dict[bool, bool | None] = {False: None, True: None}
+        self._holds: dict[bool, bool] = {False: False, True: False}  # whether `r` still is an op's result
         self._poison = _deaths(layout) if poison else {}
 
     def emit(self) -> None:
@@ -148,8 +149,14 @@ class Emitter:
                 if self._grad[updating] is not op.grad_mode and kind is not Kind.RANDOM:
                     body.append(f"grad_mode({op.grad_mode})")
                     self._grad[updating] = op.grad_mode
+                if self._holds[updating] and any(e.result is None for e in self.layout.entries[position]):
+                    # The last result's bytes may be this op's scratch now. Let go of it first, or the allocator's log
+                    # would take the scratch's release for that of the result.
+                    body += ["cell[0] = -1", "r = None"]
+                    self._holds[updating] = False
                 body.append(f"cell[0] = {position}")
                 body.extend(self._lines(op, kind, position))
+                self._holds[updating] |= kind is Kind.ALLOCATE
             for start, end in self._poison.get(position, ()):
                 body.append(f"{self.names.span(start, end)}.fill_(255)")
 

@@ -6,27 +6,35 @@ The same arguments give the same bits, and the caller's random state is left as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from takeback.zoo import gpt, mlp, resnet
+from takeback.zoo import dit, gpt, mlp, resnet, ssm
+from takeback.zoo.attention_context import AttentionContext
 from takeback.zoo.data import byte_batches, shape_batches
+from takeback.zoo.dit import DiT, DiTConfig
 from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.mlp import MLP
 from takeback.zoo.resnet import ResNet, ResNetConfig
+from takeback.zoo.ssm import SSM, SSMConfig
 
 __all__ = [
     "CASES",
     "GPT",
     "MLP",
     "OPTIMIZERS",
+    "SSM",
+    "AttentionContext",
     "Case",
+    "DiT",
+    "DiTConfig",
     "GPTConfig",
     "ResNet",
     "ResNetConfig",
+    "SSMConfig",
     "byte_batches",
     "case",
     "shape_batches",
@@ -72,7 +80,16 @@ def _noise_images(batch: int, seed: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(1000, (batch,), generator=generator)
 
 
-def _noise_tokens(config: GPTConfig) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+def _noise_latents(config: DiTConfig) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    def draw(batch: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        latents = torch.randn(batch, config.channels, config.size, config.size, generator=generator)
+        return latents, torch.randint(config.classes, (batch,), generator=generator)
+
+    return draw
+
+
+def _noise_tokens(config: GPTConfig | SSMConfig) -> Callable[[int, int], tuple[Tensor, Tensor]]:
     def draw(batch: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
@@ -80,6 +97,19 @@ def _noise_tokens(config: GPTConfig) -> Callable[[int, int], tuple[Tensor, Tenso
 
     return draw
 
+
+def _shapes(config: DiTConfig) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    return lambda batch, seed: next(shape_batches(batch, config.size, seed))
+
+
+def _text(config: GPTConfig | SSMConfig) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    return lambda batch, seed: next(byte_batches(batch, config.context, seed))
+
+
+_WITH_CONTEXT = {
+    size: replace(config, context_strength=1.0)
+    for size, config in {"small": gpt.SMALL, "bench": gpt.BENCH, "full": gpt.GPT2}.items()
+}
 
 _RECIPES: Mapping[str, Mapping[str, _Recipe]] = {
     "mlp": {
@@ -108,17 +138,43 @@ _RECIPES: Mapping[str, Mapping[str, _Recipe]] = {
         "full": _Recipe(lambda: ResNet(resnet.RESNET50), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"),
     },
     "gpt": {
-        "small": _Recipe(
-            lambda: GPT(gpt.SMALL),
-            gpt.loss_fn,
-            lambda batch, seed: next(byte_batches(batch, gpt.SMALL.context, seed)),
-            batch=8,
-            optimizer="adamw",
-        ),
+        "small": _Recipe(lambda: GPT(gpt.SMALL), gpt.loss_fn, _text(gpt.SMALL), batch=8, optimizer="adamw"),
         "bench": _Recipe(
             lambda: GPT(gpt.BENCH), gpt.loss_fn, _noise_tokens(gpt.BENCH), batch=8, optimizer="adamw_fused"
         ),
         "full": _Recipe(lambda: GPT(gpt.GPT2), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"),
+    },
+    "gpt_context": {
+        "small": _Recipe(
+            lambda: GPT(_WITH_CONTEXT["small"]), gpt.loss_fn, _text(gpt.SMALL), batch=8, optimizer="adamw"
+        ),
+        "bench": _Recipe(
+            lambda: GPT(_WITH_CONTEXT["bench"]),
+            gpt.loss_fn,
+            _noise_tokens(gpt.BENCH),
+            batch=8,
+            optimizer="adamw_fused",
+        ),
+        "full": _Recipe(
+            lambda: GPT(_WITH_CONTEXT["full"]), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"
+        ),
+    },
+    "dit": {
+        "small": _Recipe(lambda: DiT(dit.SMALL), dit.ddpm_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
+        "flow": _Recipe(lambda: DiT(dit.SMALL), dit.flow_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
+        "bench": _Recipe(lambda: DiT(dit.BENCH), dit.ddpm_loss, _shapes(dit.BENCH), batch=8, optimizer="adamw_fused"),
+        "full": _Recipe(
+            lambda: DiT(dit.DIT_S_2), dit.ddpm_loss, _noise_latents(dit.DIT_S_2), batch=8, optimizer="adamw_fused"
+        ),
+    },
+    "ssm": {
+        "small": _Recipe(lambda: SSM(ssm.SMALL), ssm.loss_fn, _text(ssm.SMALL), batch=8, optimizer="adamw"),
+        "bench": _Recipe(
+            lambda: SSM(ssm.BENCH), ssm.loss_fn, _noise_tokens(ssm.BENCH), batch=8, optimizer="adamw_fused"
+        ),
+        "full": _Recipe(
+            lambda: SSM(ssm.MAMBA2_130M), ssm.loss_fn, _noise_tokens(ssm.MAMBA2_130M), batch=1, optimizer="adamw_fused"
+        ),
     },
 }
 

@@ -1,6 +1,7 @@
 """A GPT-2 style decoder: token ids in, next-token logits out.
 
-`GPT2` has the architecture and parameter count of GPT-2 small; `SMALL` and `BENCH` are smaller.
+`GPT2` has the architecture and parameter count of GPT-2 small; `SMALL` and `BENCH` are smaller. With a
+`context_strength` the blocks hand each other the context of attention_context.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from takeback.zoo.attention_context import AttentionContext
+
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """`tied` makes the output projection the token embedding's own weight, as in GPT-2."""
+    """`tied` makes the output projection the token embedding's own weight, as in GPT-2. `context` is the most tokens of
+    a row; `context_strength` and `context_rate` are those of the attention context, where 0 is none.
+    """
 
     vocabulary: int
     width: int
@@ -24,6 +29,8 @@ class GPTConfig:
     context: int
     dropout: float = 0.0
     tied: bool = True
+    context_strength: float = 0.0
+    context_rate: float = 0.1
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -84,6 +91,7 @@ class GPT(nn.Module):
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+        self.attention_context = AttentionContext(config.context_strength, config.context_rate)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
@@ -107,7 +115,7 @@ class GPT(nn.Module):
             raise ValueError(f"got {length} tokens per row, but the context is {self.config.context}")
         positions = torch.arange(length, device=tokens.device)
         hidden = self.dropout(self.token(tokens) + self.position(positions))
-        return self.head(self.norm(self.blocks(hidden)))
+        return self.head(self.norm(self.attention_context(self.blocks, hidden)))
 
 
 def loss_fn(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,160 @@
+"""State that a step makes when it first runs, and writes in every run, begins in a compiled step as it does in eager.
+
+Such a step is recorded twice: the second time the state is there. What the first recording wrote into it must be taken
+back, or the state would be one update ahead for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from versus_eager import Case, adamw, sgd, train_both
+
+from takeback import CaptureError, compile_step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Lazy(nn.Module):
+    """Subtracts a running mean, which `keep` makes and puts somewhere; a buffer, an attribute, or in a table."""
+
+    def __init__(self, keep: Callable[[Lazy, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.keep = keep
+        self.register_buffer("mean", None)
+        self.attribute: Tensor | None = None
+        self.table: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = self.keep(self, x)
+        mean.lerp_(x.detach().mean(0), 0.5)
+        return self.last((x - mean).tanh())
+
+
+def in_a_buffer(model: Lazy, x: Tensor) -> Tensor:
+    if model.mean is None:
+        model.mean = torch.zeros(8)
+    return model.mean
+
+
+def in_an_attribute(model: Lazy, x: Tensor) -> Tensor:
+    if model.attribute is None:
+        model.attribute = x.new_full((8,), 0.3)
+    return model.attribute
+
+
+def as_a_part(model: Lazy, x: Tensor) -> Tensor:
+    """What is written is a view of what is held."""
+    if model.mean is None:
+        model.mean = torch.ones(2, 8)
+    return model.mean[1]
+
+
+def in_a_table(model: Lazy, x: Tensor) -> Tensor:
+    if "mean" not in model.table:
+        model.table["mean"] = torch.zeros(8)
+    return model.table["mean"]
+
+
+def written_before_it_is_held(model: Lazy, x: Tensor) -> Tensor:
+    if model.mean is None:
+        mean = torch.zeros(8)
+        mean.add_(x.detach().mean(0))
+        model.mean = mean
+    return model.mean.mul_(0.9)
+
+
+def written_before_it_is_held_and_not_after(model: Lazy, x: Tensor) -> Tensor:
+    if model.mean is None:
+        mean = torch.zeros(8)
+        model.mean = mean.add_(x.detach().mean(0))
+    else:
+        model.mean.add_(x.detach().mean(0))
+    return model.mean.clone()
+
+
+def held_for_a_while(model: Lazy, x: Tensor) -> Tensor:
+    model.attribute = torch.zeros(8)
+    model.attribute.add_(0.1)
+    mean, model.attribute = model.attribute, None
+    return mean
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def noise(i: int) -> tuple[Tensor]:
+    return (torch.randn(6, 8, generator=torch.Generator().manual_seed(i)),)
+
+
+def case(keep: Callable[[Lazy, Tensor], Tensor], **settings: Any) -> Case:
+    return Case(lambda: Lazy(keep), square, noise, sgd, settings=settings)
+
+
+@pytest.mark.parametrize("keep", [in_a_buffer, in_an_attribute, as_a_part, written_before_it_is_held, held_for_a_while])
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"verify_every": 2}], ids=str)
+def test_state_made_in_the_first_step_has_eagers_bits(
+    keep: Callable[[Lazy, Tensor], Tensor], settings: dict[str, Any]
+) -> None:
+    step = train_both(case(keep, **settings), steps=6)
+    model = step._model
+    if keep is in_an_attribute:  # not among the buffers that are compared
+        torch.manual_seed(0)
+        eager = Lazy(keep)
+        optimizer = sgd(eager)
+        for i in range(6):
+            for part in noise(i)[0].chunk(settings.get("accumulate", 1)):
+                (square(eager, part) / settings.get("accumulate", 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(model.attribute, eager.attribute)
+
+
+def test_state_that_is_made_anew_for_another_shape_has_eagers_bits() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("mean", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mean is None or self.mean.shape != x.shape[1:]:
+                self.mean = torch.zeros(x.shape[1:])
+            self.mean.lerp_(x.mean(0), 0.5)
+            return self.scale * x - self.mean
+
+    def draw(i: int) -> tuple[Tensor]:
+        width = 8 if i < 5 else 5
+        return (torch.randn(6, width, generator=torch.Generator().manual_seed(i)),)
+
+    train_both(Case(Wide, square, draw, adamw), steps=10, plans=2)
+
+
+@pytest.mark.parametrize("keep", [in_a_table, written_before_it_is_held_and_not_after])
+def test_state_whose_beginning_is_not_known_is_refused_and_taken_back(keep: Callable[[Lazy, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Lazy(keep)
+    before = [p.detach().clone() for p in model.parameters()]
+    step = compile_step(model, square, sgd(model))
+    with pytest.raises(CaptureError, match=r"makes a tensor of shape \(8,\) the first time it runs"):
+        step(*noise(0))
+    assert (model.mean, model.table) == (None, {})
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_state_whose_beginning_is_not_known_may_be_made_before_the_first_step() -> None:
+    def build() -> Lazy:
+        model = Lazy(in_a_table)
+        model.table["mean"] = torch.zeros(8)
+        return model
+
+    train_both(replace(case(in_a_table), build=build), steps=5)

@@ -1,0 +1,60 @@
+"""The examples run from beginning to end, and write what they say."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    torch.set_num_threads(threads)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--steps", "4", "--batch", "2", "--memory", "keep", *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize("loss", ["flow", "ddpm"])
+def test_dit_writes_a_grid_of_samples(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "samples.png"
+    run("train_dit.py", monkeypatch, "--loss", loss, "--out", str(out), "--sample-steps", "1")
+    data = out.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert int.from_bytes(data[16:20]) == 4 * (2 + 8 * 18)
+    assert int.from_bytes(data[20:24]) == 4 * (2 + 10 * 18)
+    assert "of eager's" in capsys.readouterr().out
+
+
+def test_ssm_goes_on_from_what_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train_ssm.py", monkeypatch, "--letters", "5")
+    assert "\ndef " in capsys.readouterr().out
+
+
+def test_gpt_with_context_trains_beside_the_plain_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("train_gpt_context.py", monkeypatch)
+    printed = capsys.readouterr().out
+    assert "mean loss: plain" in printed
+    assert "strength" in printed
+
+
+def test_every_example_is_tested() -> None:
+    assert sorted(p.name for p in EXAMPLES.glob("*.py")) == ["train_dit.py", "train_gpt_context.py", "train_ssm.py"]
