@@ -375,8 +375,8 @@ def _check_tables(x: Tensor, **tables: Tensor | None) -> None:
 def _check(x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, training: bool, group: Any) -> None:
     if x.dim() < 2:
         raise ValueError(f"an activated norm's input is N × C or N × C × S1 × ... × Sn, got shape {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise TypeError(f"an activated norm's input has a floating dtype, got {x.dtype}")
+    if x.dtype not in ops.DTYPES:
+        raise TypeError(f"an activated norm's input is float32, float64, bfloat16 or float16, got {x.dtype}")
     if not training and (running_mean is None or running_var is None):
         raise ValueError("without training=True, an activated norm needs running_mean and running_var")
     if training and group is None and x.numel() == x.shape[1] > 0:

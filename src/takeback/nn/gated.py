@@ -56,8 +56,9 @@ def _swiglu(gate: Tensor, up: Tensor | None, copies: Copies) -> Tensor:
     if up is None and (gate.dim() < 1 or gate.shape[-1] % 2):
         raise ValueError(f"swiglu of one tensor needs an even last dimension, got shape {tuple(gate.shape)}")
     pair = gate.chunk(2, -1) if up is None else (gate, up)
-    alike = pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype and pair[0].device == pair[1].device
-    if torch.compiler.is_compiling() or engine.transformed() or not alike or not gate.dim():
+    alike = all(getattr(pair[0], name) == getattr(pair[1], name) for name in ("shape", "dtype", "device"))
+    ours = alike and gate.dim() and gate.dtype in ops.DTYPES
+    if not ours or torch.compiler.is_compiling() or engine.transformed():
         return F.silu(pair[0]) * pair[1]  # Inductor fuses it; shapes that broadcast are torch's to handle
     return SwiGLUFunction.apply(gate, up, copies)
 

@@ -21,6 +21,9 @@ from takeback.nn.kernels.row_steps import Rows
 
 _library = torch.library.Library("takeback", "FRAGMENT")
 
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What the kernels compute with."""
+
 _NORM = "Tensor? weight, Tensor? bias, float eps, int activation, float param, bool absolute"
 _STATISTICS = "Tensor(b!)? running_mean, Tensor(c!)? running_var, bool training, float momentum"
 _SAVED = "Tensor mean, Tensor invstd, bool training, bool from_output"

@@ -96,8 +96,8 @@ def _row_norm(
     copies: Copies,
 ) -> Tensor:
     shape = tuple(shape)
-    if not x.is_floating_point():
-        raise TypeError(f"a norm's input has a floating dtype, got {x.dtype}")
+    if x.dtype not in ops.DTYPES:
+        raise TypeError(f"a norm's input is float32, float64, bfloat16 or float16, got {x.dtype}")
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and (tuple(parameter.shape) != shape or parameter.device != x.device):
             found = f"{tuple(parameter.shape)} on {parameter.device}"
