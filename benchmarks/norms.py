@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
@@ -327,17 +328,7 @@ def step_of(
     return step
 
 
-def models(rounds: int, batch: int, names: list[str], compiled: bool, progress: Callable[[str], None]) -> list[Row]:
-    rows: list[Row] = []
-    for name in names:
-        for dtype in ("bf16", "fp16"):
-            for layout in LAYOUTS:
-                progress(f"{name} {dtype} {layout}")
-                rows += _model(name, dtype, layout, rounds, batch, compiled)
-    return rows
-
-
-def _model(name: str, dtype: str, layout: str, rounds: int, batch: int, compiled: bool) -> list[Row]:
+def model(name: str, dtype: str, layout: str, rounds: int, batch: int, compiled: bool) -> list[Row]:
     makers: dict[str, tuple[Norm, bool]] = {system: (make, False) for system, make in systems(dtype).items()}
     if compiled and (name, dtype, layout) == ("ResNet-50", "bf16", "channels_last"):  # it takes minutes to compile
         makers["torch.compile"] = (eager, True)
@@ -451,7 +442,9 @@ def main() -> None:
             elif device == "cuda" and what == "kernels":
                 keep(kernels(rounds))
             elif device == "cuda" and what == "models":
-                keep(models(rounds, arguments.batch, arguments.models, arguments.compile, say))
+                for name, dtype, layout in itertools.product(arguments.models, ("bf16", "fp16"), LAYOUTS):
+                    say(f"{name} {dtype} {layout}")
+                    keep(model(name, dtype, layout, rounds, arguments.batch, arguments.compile))
     show(console, rows)
     console.print(f"written to {out}")
 

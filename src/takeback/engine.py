@@ -55,6 +55,11 @@ def graph_is_kept() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def backward_id() -> int:
+    """A number of the running backward."""
+    return int(torch._C._current_graph_task_id())
+
+
 def saved_through_hooks() -> bool:
     """Whether what is saved for backward now goes through saved-tensor hooks: checkpointing, offloading, a user's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

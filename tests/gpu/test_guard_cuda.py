@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import takeback as tb
+from takeback.nn import streams as streams_of_nn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -121,33 +122,11 @@ def test_the_error_reaches_the_caller_and_leaves_the_engine_usable() -> None:
     assert x.grad is not None
 
 
-class Own(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Owner.apply(x)  # type: ignore[no-any-return]
-
-
-class Owner(torch.autograd.Function):
-    """In place where the gradient is its own alone."""
-
-    in_place = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        if dy._use_count() == 1 and torch._C._storage_Use_Count(dy.untyped_storage()._cdata) == 2:
-            Owner.in_place += 1
-            return dy.mul_(2)
-        return dy * 2
-
-
-def train(side: torch.cuda.Stream | None) -> tuple[list[torch.Tensor], int]:
+def train(side: torch.cuda.Stream | None) -> tuple[list[torch.Tensor], dict[str, int]]:
     torch.manual_seed(0)
-    Owner.in_place = 0
+    gelu = tb.nn.GELU()
     model = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), Own(), nn.Dropout(0.2), nn.Conv2d(8, 4, 3)
+        nn.Conv2d(3, 8, 3), tb.nn.InPlaceABN(8), nn.Dropout(0.2), nn.Conv2d(8, 4, 3), gelu, nn.Conv2d(4, 4, 3)
     ).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     stream = side or torch.cuda.current_stream()
@@ -160,22 +139,24 @@ def train(side: torch.cuda.Stream | None) -> tuple[list[torch.Tensor], int]:
             loss.backward()
             optimizer.step()
     torch.cuda.synchronize()
-    return [p.detach().clone() for p in (*model.parameters(), *model.buffers())], Owner.in_place
+    return [p.detach().clone() for p in (*model.parameters(), *model.buffers())], dict(gelu.copies)
 
 
 @pytest.mark.parametrize("every_node", [False, True])
 @pytest.mark.parametrize("streams", [1, 2])
 def test_training_has_no_alarm_the_same_bits_and_the_same_decisions(every_node: bool, streams: int) -> None:
+    streams_of_nn.forget()
     side = torch.cuda.Stream() if streams == 2 else None
     torch.backends.cudnn.deterministic = True
     try:
-        plain, count = train(side)
+        plain, copies = train(side)
         with tb.guard(every_node=every_node) as g:
-            guarded, guarded_count = train(side)
+            guarded, guarded_copies = train(side)
     finally:
         torch.backends.cudnn.deterministic = False
     assert g.errors == []
-    assert count == guarded_count > 0
+    assert copies == guarded_copies
+    assert bool(copies) is (side is not None)  # on the default stream it is in place
     assert all(torch.equal(a, b) for a, b in zip(plain, guarded, strict=True))
 
 

@@ -16,6 +16,7 @@ from saboteurs import SABOTEURS
 from subjects import OURS, failures
 
 from hazards import HAZARDS, Subject, Verdict, judge, run, run_ddp
+from takeback.nn import streams
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -25,6 +26,12 @@ pytestmark = [
 STREAMS = [each for each in HAZARDS if each.name.startswith("two streams")]
 COMPILED = [each for each in HAZARDS if each.name.startswith("torch.compile")]
 HALF = [each for each in OURS if "4d" in each.name or "(" in each.name or each.name.startswith("InPlaceR")]
+
+
+@pytest.fixture(autouse=True)
+def one_stream_so_far() -> None:
+    """From the first side stream on, nothing is overwritten: each test begins as a program that has none."""
+    streams.forget()
 
 
 @pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)

@@ -89,6 +89,8 @@ class Weights:
             return "the weights have no values to look at"
         if engine.being_recorded():  # into a program that asks again when it is replayed
             return None if bool(worst_ratio(weight, bias, limits, absolute_eps) <= limits.ratio) else TOO_SMALL
+        if weight.is_cuda and self._worst is None and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured, and nobody has looked at the weights before"
         if not weight.is_cuda:
             self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
         else:

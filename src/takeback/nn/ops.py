@@ -37,7 +37,7 @@ def _operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
     """
 
     def register(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        name = _library.define(schema)
+        name = _library.define(schema, tags=(torch.Tag.needs_exact_strides,))  # kernels and fakes follow x's layout
         for device in ("CPU", "CUDA"):
             _library.impl(name, kernel, device)
         torch.library.register_fake(f"takeback::{name}", fake, lib=_library)

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from takeback import engine
+from takeback.nn import streams
 
 KEPT = "the graph is kept for another backward (retain_graph or create_graph)"
 HELD = "somebody else still holds the saved tensor's bytes: a variable, a view, or a node that has not run"
 FOREIGN = "torch does not own the saved tensor's bytes: numpy, DLPack or shared memory does"
+STREAMS = "streams besides the default are in use, and a kernel on one may still be reading"
 HOOKED = "saved through hooks (checkpointing or offloading), which may keep what they return"
 RECORDED = "an operator recorder is running, and decides about overwriting itself"
 
@@ -57,6 +59,8 @@ def take(ctx: Any, alone: int = 1) -> tuple[tuple[Tensor, ...], str | None]:
         return saved, HOOKED
     if engine.graph_is_kept():
         return saved, KEPT
+    if saved[0].is_cuda and streams.others_may_read(saved[0].device.index):
+        return saved, STREAMS
     if not all(tensor.untyped_storage().resizable() for tensor in saved[:alone]):
         return saved, FOREIGN
     return saved, None if _counts(saved, alone) == _lone_owner() * alone else HELD

@@ -49,8 +49,9 @@ def of_output(g, y, inverse, beta, ACT: tl.constexpr, PARAM: tl.constexpr, FLOOR
         g = tl.where(y > 0, g, g * PARAM)
     elif ACT == ELU:
         under = y * (1.0 / PARAM)
-        z = tl.where(y > 0, y, libdevice.log1p(tl.where(under < FLOOR, FLOOR, under)))
-        g = tl.where(y > 0, g, g * (y + PARAM))
+        # FLOOR alone would be a float32 to `where`.
+        z = tl.where(y > 0, y, libdevice.log1p(tl.where(under < FLOOR, under * 0.0 + FLOOR, under)))
+        g = tl.where(y <= 0, g * (y + PARAM), g)
     return g, (z - beta) * inverse
 
 
@@ -62,9 +63,9 @@ def of_input(g, x, mean, invstd, gamma, beta, ACT: tl.constexpr, PARAM: tl.const
     if ACT == LEAKY_RELU:
         g = tl.where(z > 0, g, g * PARAM)
     elif ACT == ELU:
-        g = tl.where(z > 0, g, g * PARAM * tl.exp(z))
+        g = tl.where(z <= 0, g * PARAM * tl.exp(z), g)
     elif ACT == RELU:
-        g = tl.where(z > 0, g, 0.0)
+        g = tl.where(z <= 0, 0.0, g)  # as torch: with a NaN the gradient passes
     elif ACT == SILU:
         s = 1.0 / (1.0 + tl.exp(-z))
         g = g * s * (1.0 + z * (1.0 - s))
