@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from takeback import engine
+from takeback.errors import ReduceError
 from takeback.nn import ops, owner
 from takeback.nn.invert import Weights, limits_of, without_inverse
 from takeback.nn.kernels import activated
@@ -145,9 +146,17 @@ def activated_norm(
 ) -> Tensor:
     """What the modules and the functions above have in common. `weights` and `copies` belong to the module."""
     act = activation_of(activation)
-    if (
-        not torch.compiler.is_compiling() and engine.transformed()
-    ):  # torch.func and forward mode have no rule for a Function: torch's operators have
+    if group is not None and torch.compiler.is_compiling():
+        keywords = {"training": training, "momentum": momentum, "eps": eps, "activation": activation}
+        more = {"activation_param": activation_param, "scale": scale, "weights": weights, "copies": copies}
+        return _outside_of_graphs(x, weight, bias, running_mean, running_var, group=group, **keywords, **more)
+    if group is not None and (engine.transformed() or engine.being_recorded()):
+        raise ReduceError(
+            "InPlaceABNSync asks other processes in the middle of a step: it works in eager code and beside "
+            "torch.compile, not in compile_step, make_fx or torch.func. Use InPlaceABN there."
+        )
+    if not torch.compiler.is_compiling() and engine.transformed():
+        # torch.func and forward mode have no rule for a Function of ours; torch's operators have.
         gamma = weight.abs() + eps if weight is not None and scale is Scale.ABSOLUTE else weight
         z = F.batch_norm(x, running_mean, running_var, gamma, bias, training, momentum, eps)
         return plain_activation(z, act, activation_param)
@@ -181,6 +190,12 @@ def activated_norm(
     )
     function = TracedNorm if torch.compiler.is_compiling() else ActivatedNorm
     return function.apply(x, weight, bias, running_mean, running_var, how)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_of_graphs(*tensors: Any, **keywords: Any) -> Tensor:
+    """A graph of torch.compile ends here and another begins after: the ranks meet in between."""
+    return activated_norm(*tensors, **keywords)
 
 
 def plain_activation(z: Tensor, activation: Activation, param: float) -> Tensor:
@@ -310,7 +325,6 @@ def _may_have_saved_its_result(node: Any) -> bool:
 # -- over a process group ----------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _synchronised(
     x: Tensor,
     weight: Tensor | None,

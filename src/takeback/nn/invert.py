@@ -85,7 +85,7 @@ class Weights:
         """Why y cannot be inverted with these weights, as far as is known."""
         if weight is None:
             return None
-        if engine.is_fake(weight):
+        if weight.is_meta or engine.is_fake(weight):
             return "the weights have no values to look at"
         if engine.being_recorded():  # into a program that asks again when it is replayed
             return None if bool(worst_ratio(weight, bias, limits, absolute_eps) <= limits.ratio) else TOO_SMALL

@@ -48,7 +48,7 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """layer_norm(x)."""
-        if torch.is_autocast_enabled(x.device.type) and x.is_cuda:
+        if x.is_cuda and torch.is_autocast_enabled(x.device.type):
             x = x.float()  # as autocast does to layer_norm there
         mixed = self.weight is not None and self.weight.dtype != x.dtype
         if mixed:

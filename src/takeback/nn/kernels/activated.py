@@ -62,9 +62,10 @@ class Reach:
 
 
 def reach(dtype: torch.dtype) -> Reach:
-    """For activations stored as `dtype`: a rounding of y, blown up by |beta| / |gamma|, stays below 1/16 of xhat."""
+    """For activations stored as `dtype`: a rounding of y, blown up by |beta| / |gamma|, stays below 1/2048 of xhat, in
+    half precision below 1/16."""
     info = torch.finfo(dtype)
-    return Reach(ratio=1 / (8 * info.eps), least=info.tiny)
+    return Reach(ratio=1 / ((8 if info.bits == 16 else 1024) * info.eps), least=info.tiny)
 
 
 def dense_layout(x: Tensor) -> torch.memory_format | None:

@@ -34,7 +34,7 @@ WIDTHS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def statistics(x: Tensor, layer: Layer) -> Tensor:
     """[2, channels]: mean and biased variance."""
-    return _plan_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2]
+    return torch.stack(_plan_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2])
 
 
 def batch_statistics(
@@ -46,8 +46,8 @@ def batch_statistics(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """mean and 1 / sqrt(variance + eps), after moving the running statistics."""
-    table = _plan_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
-    return table[0], table[2]
+    mean, _, invstd = _plan_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
+    return mean, invstd
 
 
 def normalise_(x: Tensor, out: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> None:
@@ -208,8 +208,8 @@ class Plan:
 
     def moments(
         self, x: Tensor, eps: float, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
-    ) -> Tensor:
-        """[3, channels]: mean, biased variance, 1 / sqrt(variance + eps); running statistics are moved."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """mean, biased variance, 1 / sqrt(variance + eps), in storages of their own; running statistics are moved."""
         one, channels = self.moment_sum, self.key.channels
         key = eps, *(None if running is None else running.dtype for running in (running_mean, running_var))
         combine = self._combine_moments.get(key)
@@ -218,11 +218,11 @@ class Plan:
             combine = self._combine_moments[key] = self._combine(kernels.combine_moments, one, form)
         with on(x):
             partial = x.new_empty((3, one.parts, one.columns), dtype=self.width)
-            table = x.new_empty((3, channels), dtype=self.width)
+            mean, variance, invstd = (x.new_empty(channels, dtype=self.width) for _ in range(3))
             one.launch(x, partial)
-            statistics = _given(running_mean, table), _given(running_var, table)
-            combine(partial, table, *statistics, scalars=_halves(momentum))
-        return table
+            running = _given(running_mean, mean), _given(running_var, mean)
+            combine(partial, mean, variance, invstd, *running, scalars=_halves(momentum))
+        return mean, variance, invstd
 
     @functools.cached_property
     def moment_sum(self) -> Sum:

@@ -49,8 +49,8 @@ def of_output(g, y, inverse, beta, ACT: tl.constexpr, PARAM: tl.constexpr, FLOOR
         g = tl.where(y > 0, g, g * PARAM)
     elif ACT == ELU:
         under = y * (1.0 / PARAM)
-        # FLOOR alone would be a float32 to `where`.
-        z = tl.where(y > 0, y, libdevice.log1p(tl.where(under < FLOOR, under * 0.0 + FLOOR, under)))
+        floor = under * 0.0 + FLOOR  # alone it would be a float32 to `<` and `where`: -1
+        z = tl.where(y > 0, y, libdevice.log1p(tl.where(under < floor, floor, under)))
         g = tl.where(y <= 0, g * (y + PARAM), g)
     return g, (z - beta) * inverse
 
@@ -227,7 +227,9 @@ def task_of(
 @triton.jit
 def combine_moments(
     partial,
-    table,
+    mean_to,
+    variance_to,
+    invstd_to,
     running_mean,
     running_var,
     parts,
@@ -242,7 +244,7 @@ def combine_moments(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """table, [3, channels]: mean, biased variance, 1 / sqrt(variance + eps); running statistics move by `momentum`."""
+    """mean, biased variance and 1 / sqrt(variance + eps) of the channels; running statistics move by `momentum`."""
     c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = c < channels
     plane = parts * channels * spots
@@ -265,9 +267,9 @@ def combine_moments(
         away = tl.load(at + plane, mask=mask, other=0.0) - mean[None, :]
         spread += tl.load(at + 2 * plane, mask=mask, other=0.0) + tl.load(at, mask=mask, other=0.0) * away * away
     variance = tl.sum(spread, axis=0) / n
-    tl.store(table + c, mean, mask=inside)
-    tl.store(table + channels + c, variance, mask=inside)
-    tl.store(table + 2 * channels + c, 1.0 / tl.sqrt(variance + EPS), mask=inside)
+    tl.store(mean_to + c, mean, mask=inside)
+    tl.store(variance_to + c, variance, mask=inside)
+    tl.store(invstd_to + c, 1.0 / tl.sqrt(variance + EPS), mask=inside)
     momentum = tl.cast(momentum_high, ACC) + tl.cast(momentum_low, ACC)
     if HAS_MEAN:
         old = tl.load(running_mean + c, mask=inside, other=0.0).to(ACC)
