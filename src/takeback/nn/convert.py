@@ -7,34 +7,26 @@ other places need too, that one call is cut out of a copy of the forward, in a s
 
 from __future__ import annotations
 
-import ast
 import copy
-import functools
-import inspect
 import textwrap
-import types
 import warnings
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from takeback.errors import ConvertError, OptionError
+from takeback.nn.compare import compare
+from takeback.nn.cuts import CUTS, Cut, CutError, base_of, cut_class, cut_of
 from takeback.nn.pairs import (
     Activation,
-    Call,
     Candidate,
-    Graphs,
     Kept,
-    Scope,
     find_pairs,
-    first,
-    is_plain_sequential,
-    touched,
 )
+from takeback.nn.scopes import Call, Graphs, first, is_plain_sequential, touched
 
 WIDTH = 80
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -121,7 +113,7 @@ def convert(
     if before is not None:
         renamed = any(isinstance(each, Decision) and each.renamed for each in plan)
         try:
-            _compare(before, model, example if isinstance(example, tuple) else (example,), values=not renamed)
+            compare(before, model, example if isinstance(example, tuple) else (example,), values=not renamed)
         except ConvertError:
             revert(model)
             raise
@@ -291,11 +283,11 @@ def _removal(graphs: Graphs, call: Call, gone: set[Any]) -> Removal | str:
                 return f"it is also called elsewhere ({others[0].scope.show(others[0].node)})"
             return Slot(scope.module, node.target, module)
     try:
-        cut = _cut(scope, node)
+        cut = cut_of(scope, node)
         here = scope.sites[node]
         if any(site == here and other not in gone for other, site in scope.sites.items()):
             return f"the same call at {here} follows other modules too"
-        cut_class(_base(scope.module), frozenset({cut}))
+        cut_class(base_of(scope.module), frozenset({cut}))
     except CutError as error:
         return str(error)
     return CutOut(scope.module, cut)
@@ -333,7 +325,7 @@ def _remove_activations_(decisions: list[Decision], replaced: dict[nn.Module, nn
                 replaced[way.module] = Fused(activation)
     for module, several in cuts.items():
         before = vars(type(module)).get(CUTS, (None, frozenset()))[1]
-        base = _base(module)
+        base = base_of(module)
         if left[module]:
             vars(module)[LEFT] = vars(module).get(LEFT, frozenset()) | left[module]
         module.__class__ = cut_class(base, before | several)
@@ -355,158 +347,6 @@ class Fused(nn.Identity):
 
     def extra_repr(self) -> str:
         return str(self.held[0])
-
-
-# -- forwards with a call cut out ----------------------------------------------------------------------------------
-
-
-class Cut(NamedTuple):
-    """A call in a method's source, by where it ends; lines count from the method's first."""
-
-    method: str
-    line: int
-    column: int
-
-
-CUTS = "_takeback_cuts"  #: on a class made by `cut_class`: the class it is made from, and its cuts
-
-
-class CutError(Exception):
-    """Why a call cannot be cut out."""
-
-
-def _base(module: nn.Module) -> Any:
-    return vars(type(module)).get(CUTS, (type(module),))[0]
-
-
-def _cut(scope: Scope, node: Any) -> Cut:
-    """Where in its class a call stands."""
-    site = scope.sites.get(node)
-    if site is None or site.owner is not scope.module:
-        raise CutError("it is not called in a method of its module")
-    cls = type(scope.module)
-    for name in dir(cls):
-        function = inspect.getattr_static(cls, name)
-        if isinstance(function, types.FunctionType) and function.__code__ is site.code:
-            return Cut(name, site.line - site.code.co_firstlineno, site.column)
-    raise CutError(f"it is called at {site}, in a function that is decorated or no method")
-
-
-@functools.cache
-def cut_class(base: Any, cuts: frozenset[Cut]) -> Any:
-    """A subclass of `base` without some calls of functions of one argument: their argument stands there instead."""
-    own_ways = ("__reduce_ex__", "__reduce__", "__deepcopy__")
-    if any(getattr(base, name, None) is not getattr(object, name, None) for name in own_ways):
-        raise CutError(f"{base.__name__} pickles itself in its own way")
-    namespace: dict[str, Any] = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "__reduce_ex__": _reduce_cut,
-        CUTS: (base, cuts),
-    }
-    for method in sorted({cut.method for cut in cuts}):
-        namespace[method] = _without(
-            inspect.getattr_static(base, method), {cut for cut in cuts if cut.method == method}
-        )
-    return type(base.__name__, (base,), namespace)
-
-
-def _reduce_cut(module: nn.Module, protocol: int) -> tuple[Any, ...]:
-    """A pickle names the class and the cuts, and a digest of the source they were made in."""
-    base, cuts = vars(type(module))[CUTS]
-    rest = object.__reduce_ex__(module, max(protocol, 2))[2:]
-    return _rebuild, (base, cuts, _digest(base, cuts)), *rest
-
-
-def _rebuild(base: Any, cuts: frozenset[Cut], digest: int) -> nn.Module:
-    if _digest(base, cuts) != digest:
-        raise ConvertError(
-            f"{base.__qualname__} was converted with another source: calls were cut out of its forward. "
-            "Build the model, convert it, and load its state_dict."
-        )
-    cls = cut_class(base, cuts)
-    return cls.__new__(cls)
-
-
-def _digest(base: type[nn.Module], cuts: frozenset[Cut]) -> int:
-    methods = sorted({cut.method for cut in cuts})
-    return zlib.crc32("".join(inspect.getsource(inspect.getattr_static(base, name)) for name in methods).encode())
-
-
-def _without(function: types.FunctionType, cuts: set[Cut]) -> types.FunctionType:
-    """A copy of a function with calls cut out of its source; its lines keep their numbers."""
-    code = function.__code__
-    _check_source(function)
-    tree = _parsed(function)
-    cutter = _Cutter({(code.co_firstlineno + cut.line, cut.column) for cut in cuts})
-    edited = _compiled(function, cutter.visit(tree))
-    if cutter.places:
-        raise CutError(f"no call of one argument ends at {sorted(cutter.places)} in {function.__qualname__}")
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    closure = tuple(cells[name] for name in edited.co_freevars)
-    made = types.FunctionType(edited, function.__globals__, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(made, function)
-    del made.__wrapped__  # type: ignore[attr-defined]
-    return made
-
-
-class _Cutter(ast.NodeTransformer):
-    """Puts a call's one argument, or the object whose method it is, in the call's place."""
-
-    def __init__(self, places: set[tuple[int, int]]) -> None:
-        self.places = places
-
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        self.generic_visit(node)
-        place = (node.end_lineno or 0, node.end_col_offset or 0)
-        if place not in self.places:
-            return node
-        named = [each.value for each in node.keywords if each.arg == "input"]
-        taken = [*node.args[:1], *named]
-        if not taken and isinstance(node.func, ast.Attribute):
-            taken = [node.func.value]
-        if not taken or isinstance(taken[0], ast.Starred):
-            return node
-        self.places.remove(place)
-        return taken[0]
-
-
-def _parsed(function: types.FunctionType) -> ast.Module:
-    """The file a function stands in."""
-    try:
-        lines, _ = inspect.findsource(function)
-        return ast.parse("".join(lines))
-    except (OSError, SyntaxError):
-        raise CutError(f"the source of {function.__qualname__} is not available") from None
-
-
-def _compiled(function: types.FunctionType, tree: ast.Module) -> types.CodeType:
-    """The function's code from its file: only all of it compiles to the same code, with imports and closures known."""
-    wanted = function.__code__
-    waiting = [compile(ast.fix_missing_locations(tree), wanted.co_filename, "exec", dont_inherit=True)]
-    while waiting:
-        code = waiting.pop()
-        if (code.co_qualname, code.co_firstlineno) == (wanted.co_qualname, wanted.co_firstlineno):
-            return code
-        waiting += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    raise CutError(f"the source of {function.__qualname__} is not where it was")
-
-
-@functools.lru_cache(maxsize=256)
-def _check_source(function: types.FunctionType) -> None:
-    """Raise if a file no longer says what was imported from it, or something else rewrote the function."""
-    if not _same_code(_compiled(function, _parsed(function)), function.__code__):
-        raise CutError(f"the source of {function.__qualname__} is not what runs")
-
-
-def _same_code(one: types.CodeType, other: types.CodeType) -> bool:
-    def facts(code: types.CodeType) -> tuple[object, ...]:
-        constants = [each for each in code.co_consts if not isinstance(each, types.CodeType)]
-        return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
-
-    return facts(one) == facts(other)
 
 
 # -- replacing modules ---------------------------------------------------------------------------------------------
@@ -642,53 +482,6 @@ def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Module, i
         for module, flag in flags:
             module.training = flag
     return dims
-
-
-# -- comparing, and small things -----------------------------------------------------------------------------------
-
-
-def _compare(before: nn.Module, model: nn.Module, example: tuple[Any, ...], *, values: bool) -> None:
-    """Raise if the two models' outputs or gradients differ by more than their dtype's rounding explains."""
-    expected = _step(before, example)
-    try:
-        actual = _step(copy.deepcopy(model), example)
-    except RuntimeError as error:
-        raise ConvertError(f"the converted model fails on the example: {error}") from error
-    assert expected.keys() == actual.keys()
-    for name, wanted in expected.items() if values else ():
-        size = float(wanted.double().norm())
-        difference = float((actual[name].double() - wanted.double()).norm())
-        if not difference <= torch.finfo(wanted.dtype).eps ** 0.5 * max(size, 1e-3):
-            raise ConvertError(
-                f"on the example, {name} of the converted model differs by {difference:.1e}, of {size:.1e}. "
-                "A forward does what its traces do not show; convert the submodules around it one by one."
-            )
-
-
-def _step(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Outputs, and the gradients of their sum in which each element has another weight."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
-        torch.manual_seed(0)
-        result = dict(_tensors(model(*copy.deepcopy(example)), "the output"))
-        reached = [each.flatten().double() for each in result.values() if each.requires_grad]
-        if reached:
-            everything = torch.cat(reached)
-            (everything @ torch.linspace(0.5, 1.5, everything.numel()).to(everything)).backward()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            result[f"the gradient of {name}"] = parameter.grad
-    return {name: value.detach() for name, value in result.items()}
-
-
-def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _tensors(each, f"{name}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{name}[{index}]")
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
