@@ -12,7 +12,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "hazards"))  # the suite is shared with the CPU's tests
 
-from saboteurs import SABOTEURS
+from hazard_saboteurs import SABOTEURS
 from subjects import OURS, failures
 
 from hazards import HAZARDS, Subject, Verdict, judge, run, run_ddp

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from saboteurs import SABOTEURS, OverwritesGradient, Plain
+from hazard_saboteurs import SABOTEURS, OverwritesGradient, Plain
 from torch import Tensor, nn
 
 import hazards
@@ -324,7 +324,7 @@ def test_what_the_user_holds_must_keep_its_bits() -> None:
 def test_terminal_prints_a_table_and_fails_on_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "table.json"
     arguments = ["--quick", "--only", "sum().backward()", "--json", str(report)]
-    assert main(["--subject", "saboteurs:SABOTEURS", *arguments]) == 1
+    assert main(["--subject", "hazard_saboteurs:SABOTEURS", *arguments]) == 1
     printed = capsys.readouterr().out
     assert "OverwritesGradient on cpu" in printed
     assert "WRONG: " in printed
@@ -334,4 +334,4 @@ def test_terminal_prints_a_table_and_fails_on_wrong(tmp_path: Path, capsys: pyte
 
 
 def test_subjects_are_found_by_name() -> None:
-    assert [each.name for each in load("saboteurs:SABOTEURS")] == [each.name for each in SABOTEURS]
+    assert [each.name for each in load("hazard_saboteurs:SABOTEURS")] == [each.name for each in SABOTEURS]
