@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from takeback.nn.functional import Scale, activated_norm, activation_of, inverse_of
+from takeback.nn.functional import Scale, activated_norm, activation_of, inverse_of, prepare_for_graphs
 from takeback.nn.invert import Weights
 from takeback.nn.kernels.activated import Activation
 from takeback.nn.owner import Copies
@@ -196,6 +196,11 @@ class InPlaceABN(ABN):
             copies=self.copies,
         )
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        replica._weights = Weights()  # threads and devices of their own
+        return replica
+
     def _load_from_state_dict(self, *state: Any) -> None:
         super()._load_from_state_dict(*state)
         self._weights.forget()
@@ -247,6 +252,7 @@ class InPlaceABNSync(InPlaceABN):
             dtype=dtype,
         )
         self.group = group
+        prepare_for_graphs()
 
     def set_group(self, group: Any) -> None:
         """Synchronise with another group from the next forward on."""

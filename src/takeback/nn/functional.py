@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,8 @@ def activated_norm(
     if group is not None and torch.compiler.is_compiling():
         keywords = {"training": training, "momentum": momentum, "eps": eps, "activation": activation}
         more = {"activation_param": activation_param, "scale": scale, "weights": weights, "copies": copies}
+        if _outside_of_graphs is None:
+            raise ReduceError("torch.compile takes InPlaceABNSync, not inplace_abn_sync: no module was made before.")
         return _outside_of_graphs(x, weight, bias, running_mean, running_var, group=group, **keywords, **more)
     if group is not None and (engine.transformed() or engine.being_recorded()):
         raise ReduceError(
@@ -192,10 +195,15 @@ def activated_norm(
     return function.apply(x, weight, bias, running_mean, running_var, how)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_of_graphs(*tensors: Any, **keywords: Any) -> Tensor:
-    """A graph of torch.compile ends here and another begins after: the ranks meet in between."""
-    return activated_norm(*tensors, **keywords)
+_outside_of_graphs: Callable[..., Tensor] | None = None
+"""`activated_norm`, before which a graph of torch.compile ends and after which another begins: the ranks meet."""
+
+
+def prepare_for_graphs() -> None:
+    """Make that. Not when this file is imported: it loads all of torch's compiler."""
+    global _outside_of_graphs
+    if _outside_of_graphs is None:
+        _outside_of_graphs = torch.compiler.disable(activated_norm)
 
 
 def plain_activation(z: Tensor, activation: Activation, param: float) -> Tensor:
@@ -248,7 +256,8 @@ class ActivatedNorm(torch.autograd.Function):
         arguments = (weight, bias, *how.norm, mean, invstd, how.training, how.from_output)
         if why is None and activated.dense_layout(saved) is None:
             why = "the kept input is not dense"
-        how.copies.note(why)
+        if ctx.needs_input_grad[0]:
+            how.copies.note(why)
         if ctx.count is not None:
             out = saved if why is None else torch.empty_like(ops.dense(saved))
             dweight, dbias = _synchronised_backward_(dy, saved, out, weight, bias, mean, invstd, ctx.count, how)
@@ -319,7 +328,7 @@ def _may_have_saved_its_result(node: Any) -> bool:
     """A Function written in Python may have saved anything; torch's own nodes say what they saved."""
     if issubclass(node, torch.autograd.function.BackwardCFunction):
         return True
-    return any(hasattr(node, f"_raw_saved_{name}") for name in ("result", "output", "out"))
+    return any(hasattr(node, f"_raw_saved_{name}") for name in ("result", "result0", "output", "out"))
 
 
 # -- over a process group ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from takeback import engine
 from takeback.nn.kernels.activated import Activation, reach
 
 TOO_SMALL = "a weight is too small to invert, by itself or beside its bias"
-_EVERY = 8  #: changes of a GPU's weights between two looks at them
+_EVERY = 8  #: calls between two looks at a GPU's weights
 
 
 def without_inverse(activation: Activation, param: float, dtype: torch.dtype) -> str | None:
@@ -64,8 +64,8 @@ class Weights:
     """Watches one layer's weights: `reason(...)` is why y cannot be inverted with them, or None.
 
     On the CPU the answer is about the weights as they are. On a GPU reading them would stop the host: it asks at every
-    eighth change of the weights, and hears the answer at the next, except at the first call and after `forget`. The
-    kernels take xhat as 0 in a channel that became too small since, so its weight stands still until the layer knows.
+    eighth call, and hears the answer at the next, except at the first call and after `forget`. The kernels take xhat as
+    0 in a channel that became too small since, so its weight stands still until the layer knows.
     """
 
     def __init__(self) -> None:
@@ -73,68 +73,73 @@ class Weights:
 
     def forget(self) -> None:
         """Ask anew, and wait for the answer: the weights were replaced rather than trained."""
-        self._key: tuple[object, ...] | None = None
+        self._key: tuple[torch.device, Limits] | None = None
         self._worst: float | None = None
         self._answer: tuple[Tensor, torch.cuda.Event] | None = None
         self._asked = False
-        self._changes = 0
+        self._calls = 0
 
     def reason(
         self, weight: Tensor | None, bias: Tensor | None, limits: Limits, absolute_eps: float | None = None
     ) -> str | None:
         """Why y cannot be inverted with these weights, as far as is known."""
-        if weight is None:
+        one = bias if weight is None else weight
+        if one is None:
             return None
-        if weight.is_meta or engine.is_fake(weight):
+        if one.is_meta or engine.is_fake(one):
             return "the weights have no values to look at"
         if engine.being_recorded():  # into a program that asks again when it is replayed
             return None if bool(worst_ratio(weight, bias, limits, absolute_eps) <= limits.ratio) else TOO_SMALL
-        if weight.is_cuda and self._worst is None and torch.cuda.is_current_stream_capturing():
+        if one.is_cuda and self._worst is None and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured, and nobody has looked at the weights before"
-        if not weight.is_cuda:
-            self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
+        if one.is_cuda:
+            self._look(one.device, weight, bias, limits, absolute_eps)
         else:
-            self._look(weight, bias, limits, absolute_eps)
+            self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
         assert self._worst is not None
         return None if self._worst <= limits.ratio else TOO_SMALL
 
-    def _look(self, weight: Tensor, bias: Tensor | None, limits: Limits, absolute_eps: float | None) -> None:
-        key = (limits, *(version for each in (weight, bias) if each is not None for version in _version(each)))
-        if key == self._key:
-            return
-        self._key = key
-        self._changes += 1
+    def _look(
+        self,
+        device: torch.device,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        limits: Limits,
+        absolute_eps: float | None,
+    ) -> None:
+        # Not by version counters: torch's fused optimizers do not move them.
+        if self._key != (device, limits):
+            self.forget()
+            self._key = (device, limits)
+        self._calls += 1
         if self._worst is None:
             self._worst = float(worst_ratio(weight, bias, limits, absolute_eps))
-        elif not self._asked and self._changes % _EVERY:
+        elif not self._asked and self._calls % _EVERY:
             pass
         elif torch.cuda.is_current_stream_capturing():
             pass  # into a CUDA graph: nothing may be read, the last answer holds
         elif self._asked:
             assert self._answer is not None
             answer, arrived = self._answer
-            arrived.synchronize()  # it was asked for a change ago: no wait
+            arrived.synchronize()  # it was asked for a call ago: no wait
             self._worst, self._asked = float(answer), False
         else:
-            worst = worst_ratio(weight, bias, limits, absolute_eps)
-            if self._answer is None:
-                self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
-            answer, arrived = self._answer
-            answer.copy_(worst, non_blocking=True)
-            arrived.record()
+            with torch.cuda.device(device):
+                worst = worst_ratio(weight, bias, limits, absolute_eps)
+                if self._answer is None:
+                    self._answer = torch.empty((), dtype=worst.dtype, pin_memory=True), torch.cuda.Event()
+                answer, arrived = self._answer
+                answer.copy_(worst, non_blocking=True)
+                arrived.record()
             self._asked = True
 
 
-def _version(parameter: Tensor) -> tuple[object, object]:
-    """Changes when the parameter does, or may have."""
-    if parameter.is_inference():
-        return parameter.data_ptr(), object()  # it counts no versions
-    return parameter.data_ptr(), parameter._version
-
-
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def worst_ratio(weight: Tensor, bias: Tensor | None, limits: Limits, absolute_eps: float | None) -> Tensor:
+def worst_ratio(weight: Tensor | None, bias: Tensor | None, limits: Limits, absolute_eps: float | None) -> Tensor:
     """The largest |beta| / |gamma| of all channels, infinite where one is beyond the other limits."""
+    if weight is None:
+        assert bias is not None
+        weight, absolute_eps = torch.ones_like(bias), None
     if weight.is_cuda and weight.is_contiguous() and (bias is None or bias.is_contiguous()):
         from takeback.nn.kernels import activated_cuda  # Triton is imported only where there is a GPU
 

@@ -33,6 +33,11 @@ class _Watched(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_weights": None}
 
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        replica._weights = Weights()  # threads and devices of their own
+        return replica
+
     def _load_from_state_dict(self, *state: Any) -> None:
         super()._load_from_state_dict(*state)
         self._weights.forget()
@@ -48,8 +53,7 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """layer_norm(x)."""
-        if x.is_cuda and torch.is_autocast_enabled(x.device.type):
-            x = x.float()  # as autocast does to layer_norm there
+        x = _as_autocast_has_it(x)
         mixed = self.weight is not None and self.weight.dtype != x.dtype
         if mixed:
             self.copies.note(f"the input is {x.dtype}, the weight another dtype", "torch's layer_norm keeps the input")
@@ -68,10 +72,17 @@ class InPlaceRMSNorm(_Watched, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """rms_norm(x); eps None is the epsilon of the arithmetic, as in torch."""
+        x = _as_autocast_has_it(x)
         if torch.compiler.is_compiling() or engine.transformed():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         eps = torch.finfo(ops.arithmetic(x)).eps if self.eps is None else self.eps
         return _row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)
+
+
+def _as_autocast_has_it(x: Tensor) -> Tensor:
+    """On a GPU autocast computes norms of rows in float32."""
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return x.float() if half and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ class RowNorm(torch.autograd.Function):
         arguments = math.prod(how.shape), how.centred, mean, rstd, weight, bias, how.from_output
         if why is None and not saved.is_contiguous():
             why = "the kept input is not contiguous"
-        how.copies.note(why)
+        if ctx.needs_input_grad[0]:
+            how.copies.note(why)
         if not ctx.needs_input_grad[0]:
             dx, (dweight, dbias) = None, ops.row_norm_sums(dy, saved, *arguments)
         elif why is None:

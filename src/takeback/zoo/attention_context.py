@@ -54,7 +54,7 @@ class AttentionContext(nn.Module):
             raise ValueError(f"rate is a part of the context that is replaced: it must be in (0, 1], got {rate=}")
         super().__init__()
         self.rate = rate
-        self.strength = nn.Parameter(torch.tensor(strength)) if strength else None
+        self.strength = nn.Parameter(torch.tensor(float(strength))) if strength else None
         self.register_buffer("context", None)
 
     def forward(self, layers: Iterable[nn.Module], x: Tensor) -> Tensor:
@@ -93,6 +93,8 @@ class AttentionContext(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         saved = state_dict.get(prefix + "context")
-        if saved is not None and self.strength is not None:
+        if saved is None:
+            self.context = None  # saved before its first use
+        elif self.strength is not None:
             self.context = torch.zeros_like(saved, dtype=self.strength.dtype, device=self.strength.device)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -254,7 +254,7 @@ class Plan:
         block_n = min(_COLUMNS, power(self.columns))
         block_m = min(_TILE // block_n, power(self.rows))
         block_n = min(_TILE // block_m, power(self.columns))
-        grid = parts_of(self.rows, block_m), parts_of(self.columns, block_n)
+        grid = (parts_of(self.rows, block_m) * parts_of(self.columns, block_n),)
         tile = {"BLOCK_M": block_m, "BLOCK_N": block_n}
         return Launch(kernel, grid, (self.rows, self.columns, self.spots), self._form | form | tile, num_warps=_WARPS)
 

@@ -305,8 +305,10 @@ def normalise_columns(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    program = tl.program_id(0)  # of a flat grid: CUDA's second axis has room for 65535
+    across = tl.cdiv(columns, BLOCK_N)
+    r = (program // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = c < columns
     of = c // spots
     mask = (r < rows)[:, None] & inside[None, :]
@@ -514,8 +516,10 @@ def put_columns(
     BLOCK_N: tl.constexpr,
 ):
     """out = gamma * invstd * (dz - sums[0] / count - xhat * sums[1] / count)."""
-    r = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    c = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    program = tl.program_id(0)  # of a flat grid: CUDA's second axis has room for 65535
+    across = tl.cdiv(columns, BLOCK_N)
+    r = (program // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = (program % across) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = c < columns
     of = c // spots
     mask = (r < rows)[:, None] & inside[None, :]

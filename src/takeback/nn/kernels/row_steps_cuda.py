@@ -25,7 +25,9 @@ def rms_norm_(x: Tensor, out: Tensor, norm: Rows, eps: float) -> Tensor:
     """out = x * rstd * weight; [rows]: rstd."""
     rstd = x.new_empty(norm.rows, dtype=_width(x.dtype))
     if norm.rows:
-        launch = _rms_norm(x.dtype, norm.rows, norm.columns, norm.weight is not None and norm.weight.dtype, eps)
+        launch = _rms_norm(
+            x.device, x.dtype, norm.rows, norm.columns, norm.weight is not None and norm.weight.dtype, eps
+        )
         with on(x):
             launch(x, out, x if norm.weight is None else norm.weight, rstd)
     return rstd
@@ -69,7 +71,9 @@ def swiglu_(gate: Tensor, up: Tensor, out: Tensor) -> None:
     """out = silu(gate) * up."""
     tensors = gate, up, out
     with on(gate):
-        _elementwise(kernels.swiglu, gate.dtype, *gate.shape, *(tensor.stride(0) for tensor in tensors))(*tensors)
+        _elementwise(kernels.swiglu, gate.device, gate.dtype, *gate.shape, *(tensor.stride(0) for tensor in tensors))(
+            *tensors
+        )
 
 
 def swiglu_backward_(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
@@ -77,7 +81,7 @@ def swiglu_backward_(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: T
     tensors = dy, gate, up, dgate, dup
     steps = (tensor.stride(0) for tensor in tensors)
     with on(gate):
-        _elementwise(kernels.swiglu_backward, gate.dtype, *gate.shape, *steps)(*tensors)
+        _elementwise(kernels.swiglu_backward, gate.device, gate.dtype, *gate.shape, *steps)(*tensors)
 
 
 # -- launches, kept for the sizes they are for -------------------------------------------------------------------------
@@ -94,7 +98,9 @@ class Backward:
 
 
 @functools.lru_cache(maxsize=1024)
-def _rms_norm(dtype: torch.dtype, rows: int, columns: int, weight: torch.dtype | bool, eps: float) -> Launch:
+def _rms_norm(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, weight: torch.dtype | bool, eps: float
+) -> Launch:
     block = min(_TILE, power(columns))
     form = {"EPS": eps, "HAS_WEIGHT": weight is not False, "ACC": WIDTHS[_width(dtype)], "BLOCK": block}
     return Launch(kernels.rms_norm, (rows,), (columns,), form, num_warps=_warps(block))
@@ -145,7 +151,7 @@ def _backward(
 
 
 @functools.lru_cache(maxsize=1024)
-def _elementwise(kernel: Any, dtype: torch.dtype, rows: int, columns: int, *steps: int) -> Launch:
+def _elementwise(kernel: Any, device: torch.device, dtype: torch.dtype, rows: int, columns: int, *steps: int) -> Launch:
     block_n = min(1024, power(columns))
     block_m = max(1, _TILE // 2 // block_n)
     grid = parts_of(rows, block_m), parts_of(columns, block_n)
