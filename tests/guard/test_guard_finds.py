@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 
+import overwriters as sab
 import pytest
-import saboteurs as sab
 import torch
 import torch.nn.functional as F
-from saboteurs import Anything, Double, errors_of, leaf
+from overwriters import Anything, Double, errors_of, leaf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -144,7 +144,7 @@ def test_an_activation_that_the_user_holds(place: str, monkeypatch: pytest.Monke
         "attribute": "'kept' in the variable holder of",
         "dict": "'b' in the variable kept of step()",
         "closure": "a closure",
-        "global": "the global variable kept of saboteurs",
+        "global": "the global variable kept of overwriters",
     }
     assert expected[place] in error.readers[0]
 

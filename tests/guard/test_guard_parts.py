@@ -7,12 +7,12 @@ import sys
 import weakref
 
 import numpy as np
+import overwriters as sab
 import pytest
-import saboteurs as sab
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saboteurs import Double, leaf
+from overwriters import Double, leaf
 from torch import nn
 
 import takeback as tb

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from saboteurs import by_pointer
+from overwriters import by_pointer
 
 import takeback as tb
 from takeback.guard import graph as guard_graph

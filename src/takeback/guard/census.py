@@ -29,13 +29,15 @@ _CASTS = 4
 
 @dataclass(frozen=True)
 class Call:
-    """What the engine was asked to do."""
+    """What the engine was asked to do. Of the tensors it was called with, only the nodes: who holds a tensor makes it
+    look held."""
 
-    roots: tuple[Any, ...]
+    roots: tuple[GradientEdge, ...]
     keeps: bool  #: the graph stays for a second backward
     creates: bool  #: the gradients get a graph of their own
-    inputs: tuple[Any, ...]
+    inputs: tuple[GradientEdge, ...]
     accumulates: bool  #: into `.grad`; else gradients are returned
+    alone: bool  #: no other thread trains
 
 
 class Census:
@@ -51,13 +53,12 @@ class Census:
         self.grads: dict[int, tuple[Region, weakref.ref[torch.Tensor]]] = {}
         self.held: dict[Key, Region] = {}
         self.buffers: list[weakref.ref[torch.Tensor]] = []
-        self.roots = [_edge(root).node for root in call.roots]
-        edges = [_edge(one) for one in call.inputs]
+        self.roots = [edge.node for edge in call.roots]
         self.run = self.graph.add(self.roots)
-        if edges:
-            self.graph.mark_executed_({edge.node for edge in edges})
+        if call.inputs:
+            self.graph.mark_executed_({edge.node for edge in call.inputs})
         self.run = [known for known in self.run if known.executes]
-        self.captured = set() if call.accumulates else {(edge.node, edge.output_nr) for edge in edges}
+        self.captured = set() if call.accumulates else {(edge.node, edge.output_nr) for edge in call.inputs}
 
     def region(self, tensor: torch.Tensor, what: str) -> Region | None:
         """The tensor's bytes; what cannot be watched is counted."""
@@ -72,6 +73,7 @@ class Census:
         others: set[Node] = set()
         alive: list[tuple[int, bool, Region]] = []
         buffers: dict[int, torch.Tensor] = {}
+        leaves = {id(known.leaf) for known in self.run}
         for thing in live(torch.Tensor, torch.nn.Module):
             if isinstance(thing, torch.nn.Module):
                 buffers |= {id(b): b for b in thing.buffers(recurse=False)}
@@ -83,8 +85,10 @@ class Census:
             alive.append((id(tensor), tensor.requires_grad, region))
             if tensor.requires_grad and tensor.grad_fn is not None:
                 others.add(tensor.grad_fn)
-            elif tensor.is_leaf:
+            elif tensor.is_leaf and (self.call.alone or id(tensor) in leaves):
                 self.see_grad(tensor)
+        if not self.call.alone:  # the engine sets a `.grad` without the GIL: to read it meanwhile may crash
+            self._skipped["the .grads of other backwards, while another thread trains"] += 1
         own = list(self.graph.known.values())
         for known in self.graph.add(others):
             known.executes = False
@@ -170,5 +174,6 @@ class Census:
         return any(a.overlaps(b) for a, b in itertools.pairwise(regions))
 
 
-def _edge(one: Any) -> GradientEdge:
+def edge_of(one: Any) -> GradientEdge:
+    """Of a tensor, or the edge that was given."""
     return one if isinstance(one, GradientEdge) else get_gradient_edge(one)

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from takeback.errors import OptionError, OverwriteError
 from takeback.guard import engine
-from takeback.guard.census import Call
+from takeback.guard.census import Call, edge_of
 from takeback.guard.sites import Sites
+from takeback.guard.threads import running
 from takeback.guard.watch import Counts, Watch, Window, open_here
 
 OnError = Literal["raise", "collect"]
@@ -75,6 +76,7 @@ class Guard(contextlib.ContextDecorator):
             if self._undo is not None:
                 self._undo()
                 self._undo = None
+                _trainers.clear()
                 self._sites.stop(sys._getframe(1))
 
     def _take(self, error: OverwriteError) -> None:
@@ -82,16 +84,18 @@ class Guard(contextlib.ContextDecorator):
         if self._on_error == "raise":
             raise error
 
-    def _watch(self, call: Call) -> Watch | None:
-        """The watch of one call into the engine; None where the graph cannot be read."""
+    def _watch(self, arguments: tuple[Any, ...], keywords: dict[str, Any], outer: list[Window]) -> Watch | None:
+        """The watch of one call into the engine, from inside the outer windows; None where the graph cannot be read."""
         if engine.transformed():
             self.skipped["a backward inside torch.func or forward mode"] += 1
             return None
         watch: Watch | None = None
         try:
             with self._counts.timed(), engine.unseen():
+                callers = {threading.get_ident(), *(caller for each in outer for caller in each.watch.callers)}
                 watch = Watch(
-                    call,
+                    _call(*arguments, alone=not (_trainers - callers) & running(), **keywords),
+                    callers=callers,
                     sites=self._sites,
                     counts=self._counts,
                     report=_report,
@@ -122,6 +126,8 @@ def guard(*, exact: bool = False, on_error: OnError = "raise", every_node: bool 
 
 
 _active: list[Guard] = []
+_trainers: set[int] = set()
+"""Threads that have been in the engine."""
 _lock = threading.RLock()
 
 
@@ -133,11 +139,11 @@ def _report(error: OverwriteError) -> None:
 
 def _run(original: engine.Run, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """In place of the engine's entry."""
-    call = _call(*arguments, **keywords)
     outer = open_here()
+    _trainers.add(threading.get_ident())
     for window in outer[-1:]:
         window.watch.settle(window)
-    watch = _active[0]._watch(call) if _active else None
+    watch = _active[0]._watch(arguments, keywords, outer) if _active else None
     try:
         return original(*arguments, **keywords)
     finally:
@@ -158,7 +164,9 @@ def _call(
     creates: bool = False,
     inputs: Any = (),
     *rest: Any,
+    alone: bool,
     accumulate_grad: bool = True,
     **others: Any,
 ) -> Call:
-    return Call(tuple(roots), bool(keeps), bool(creates), tuple(inputs or ()), accumulate_grad)
+    edges = tuple(edge_of(one) for one in roots), tuple(edge_of(one) for one in inputs or ())
+    return Call(edges[0], bool(keeps), bool(creates), edges[1], accumulate_grad, alone)

@@ -39,6 +39,24 @@ class WeakStorage:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         return found
 
+    def address(self) -> int | None:
+        """Where its bytes begin; None where there are none."""
+        storage = self.lock()
+        return (storage.data_ptr() or None) if storage is not None else None
+
+    def is_lent(self) -> bool:
+        """Whether others than torch know the bytes: a numpy array was made of them, or they of it."""
+        storage = self.lock()
+        return storage is not None and not storage.resizable()
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the bytes of the tensor's storage begin, which a copy-on-write storage is not copied for."""
+    try:
+        return int(torch._C._data_address(tensor)) or None
+    except (AttributeError, RuntimeError):
+        return None
+
 
 # -- the entry to the engine -------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CellType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -24,6 +24,12 @@ _DEPTH = 7
 
 def live(*kinds: type) -> list[Any]:
     """Every object of these types, or of one derived from them, that the garbage collector knows."""
+    wanted = kinds_of(*kinds)
+    return [thing for thing in gc.get_objects() if type(thing) in wanted]
+
+
+def kinds_of(*kinds: type) -> set[type]:
+    """These types, and all that are derived from them."""
     wanted: set[type] = set()
     todo = list(kinds)
     while todo:
@@ -31,12 +37,19 @@ def live(*kinds: type) -> list[Any]:
         if kind not in wanted:
             wanted.add(kind)
             todo += type.__subclasses__(kind)
-    return [thing for thing in gc.get_objects() if type(thing) in wanted]
+    return wanted
 
 
-def holders_of(tensors: list[torch.Tensor], ignored: set[int]) -> dict[int, str]:
-    """For each tensor (by its position) that the user can reach: how. `ignored` are ids of containers that do not
-    count, such as what the contexts of autograd Functions keep."""
+def user_variables() -> Iterator[Any]:
+    """What the variables of the user's running functions hold."""
+    for frame in _frames():
+        if frame.f_locals is not frame.f_globals and belongs_to_user(frame):
+            yield from list(frame.f_locals.values())
+
+
+def holders_of(tensors: list[Any], ignored: set[int]) -> dict[int, str]:
+    """For each tensor or other object (by its position) that the user can reach: how. `ignored` are ids of containers
+    that do not count, such as what the contexts of autograd Functions keep."""
     variables, snapshots = _variables()
     ignored = ignored | snapshots | {id(tensors), id(variables), id(ignored), id(snapshots)}
     found: dict[int, str] = {}
@@ -52,21 +65,27 @@ def _variables() -> tuple[dict[int, str], set[int]]:
     show them, which are copies (before Python 3.13)."""
     held: dict[int, str] = {}
     snapshots: set[int] = set()
-    for top in sys._current_frames().values():
-        frame: FrameType | None = top
-        while frame is not None:
-            variables = frame.f_locals
-            if frame.f_locals is not frame.f_globals:
-                snapshots.add(id(variables))
-                if belongs_to_user(frame):
-                    where = f"{frame.f_code.co_name}()"
-                    for name, value in list(variables.items()):
-                        held.setdefault(id(value), f"the variable {name} of {where}")
-            frame = frame.f_back
+    for frame in _frames():
+        variables = frame.f_locals
+        if frame.f_locals is not frame.f_globals:
+            snapshots.add(id(variables))
+            if belongs_to_user(frame):
+                where = f"{frame.f_code.co_name}()"
+                for name, value in list(variables.items()):
+                    held.setdefault(id(value), f"the variable {name} of {where}")
     return held, snapshots
 
 
-def _climb(tensor: torch.Tensor, variables: dict[int, str], ignored: set[int]) -> str | None:
+def _frames() -> Iterator[FrameType]:
+    """Of all threads."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+
+def _climb(tensor: Any, variables: dict[int, str], ignored: set[int]) -> str | None:
     """How the user reaches a tensor that no variable holds directly."""
     level: list[Any] = [tensor]
     seen = {id(tensor)}

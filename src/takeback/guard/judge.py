@@ -16,6 +16,7 @@ import torch
 
 from takeback.errors import OverwriteError
 from takeback.guard import engine
+from takeback.guard.aliases import aliases
 from takeback.guard.census import Census
 from takeback.guard.graph import Graph, Kind, Known, containers_in
 from takeback.guard.holders import CHECKPOINT, holders_of, live
@@ -65,6 +66,13 @@ class Judge:
                 found = self._held(own, changed, keys, ignored)
         certain = [self._overwrite(known, own, region, readers) for region, readers in found if readers]
         return error_of(certain) if certain else None
+
+    def out_of_reach(self, own: Own, changed: list[Region], watched: list[Region], results: list[Any]) -> list[Region]:
+        """Of the changed bytes, those of the node's own that no code of the user's can have written meanwhile."""
+        grads = {region.storage.key for region, _ in self._census.grads.values()}
+        mine = [region for region in changed if region.key in own.tensors and region.storage.key not in grads]
+        found = self._held(own, mine, {region.key for region in watched}, {id(results)}) if mine else []
+        return [region for region, readers in found if not readers]
 
     def _readers(self, known: Known, own: Own, region: Region, results: list[Any]) -> Iterator[Reader]:
         count = 0
@@ -117,18 +125,26 @@ class Judge:
         nodes = (known.node for known in self._census.graph.known.values() if known.kind is Kind.PYTHON)
         ignored |= {identity for node in nodes for identity in containers_in(vars(node))}
         forward = engine.sequence_number() != own.number  # one ran inside, and may have moved statistics
-        tensors: list[torch.Tensor] = []
+        tensors: list[Any] = []
         touched: list[Region] = []
+        updated: set[Key] = set()
         for tensor in live(torch.Tensor):
             region = self._census.region(tensor, "held in Python")
             if region is None or (region.key in watched and region.key not in keys):
                 continue
             hit = next((r for r in changed if r.key == region.key), None)
             hit = hit or next((r for r in changed if r.overlaps(region)), None)
-            if hit is None or (hit.key not in own.tensors and self._is_state(tensor, own, forward)):
+            if hit is None:
+                continue
+            if hit.key not in own.tensors and self._is_state(tensor, own, forward):
+                updated.add(hit.key)
                 continue
             tensors.append(tensor)
             touched.append(hit)
+        for alias, hit in aliases(changed, lambda one: self._census.region(one, "held in Python")):
+            if hit.key not in updated:
+                tensors.append(alias)
+                touched.append(hit)
         found: dict[Key, list[Reader]] = {}
         for i, text in holders_of(tensors, ignored | {id(touched)}).items():
             who = text if text == CHECKPOINT else f"your own code, through {text}"

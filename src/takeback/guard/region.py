@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,10 @@ class Region:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", (self.storage.key, self.start_bytes, self.run_bytes, self.outer))
+
+    def moved(self, storage: WeakStorage, distance_bytes: int) -> Region:
+        """The same bytes, as seen from another storage that begins so many bytes before this one's."""
+        return replace(self, storage=storage, start_bytes=self.start_bytes + distance_bytes)
 
     @property
     def end_bytes(self) -> int:
@@ -74,14 +79,24 @@ def region_of(tensor: torch.Tensor) -> Region | None:
         start = tensor.storage_offset() * item
     except (RuntimeError, NotImplementedError) as error:
         raise Unwatchable("a tensor without a storage of its own") from error
-    run, outer, shared = _canonical(item, zip(shape, strides, strict=True))
+    run, outer, shared = _canonical(item, zip(shape, (stride * item for stride in strides), strict=True))
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
     return Region(WeakStorage(storage), tensor.device, start, run, outer, shared, text)
 
 
+def region_of_array(array: Any, storage: WeakStorage, address: int) -> Region | None:
+    """The bytes of a numpy array, as seen from a storage on the CPU that begins at `address`."""
+    if array.size == 0 or array.itemsize == 0:
+        return None
+    start = array.__array_interface__["data"][0] - address
+    start += sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if stride < 0)
+    run, outer, shared = _canonical(array.itemsize, zip(array.shape, map(abs, array.strides), strict=True))
+    return Region(storage, torch.device("cpu"), start, run, outer, shared, f"{array.dtype} {list(array.shape)}")
+
+
 def _canonical(item: int, dims: Iterable[tuple[int, int]]) -> tuple[int, tuple[tuple[int, int], ...], bool]:
-    """(bytes in a row, the dimensions around them, whether elements share bytes)."""
-    wide = [(n, stride * item) for n, stride in dims if n > 1]
+    """(bytes in a row, the dimensions around them, whether elements share bytes), with strides in bytes."""
+    wide = [(n, stride) for n, stride in dims if n > 1]
     shared = any(stride == 0 for _, stride in wide)
     run, outer = item, list[tuple[int, int]]()
     for n, stride in sorted((d for d in wide if d[1] != 0), key=lambda d: d[1]):

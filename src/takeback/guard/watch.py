@@ -29,6 +29,7 @@ from takeback.guard.graph import Kind, Known, tensors_in
 from takeback.guard.judge import Judge, Own
 from takeback.guard.region import Key, Region
 from takeback.guard.sites import Sites
+from takeback.guard.threads import clocks
 
 _work = threading.RLock()
 
@@ -64,9 +65,10 @@ class Window:
     known: Known
     own: Own
     regions: list[Region]
+    clocks: dict[int, object]  #: of other threads, from before the bytes were read
     before: list[Fingerprint | None]
     thread: int = field(default_factory=threading.get_ident)
-    parallel: bool = False  #: another thread ran a node meanwhile
+    parallel: bool = False  #: another thread ran a node of the same backward meanwhile
 
 
 class Watch:
@@ -76,6 +78,7 @@ class Watch:
         self,
         call: Call,
         *,
+        callers: set[int],
         sites: Sites,
         counts: Counts,
         report: Callable[[OverwriteError], None],
@@ -84,6 +87,7 @@ class Watch:
     ) -> None:
         self._sites, self._counts, self._report, self._exact = sites, counts, report, exact
         self._every_node = every_node
+        self.callers = callers  #: the threads that wait for this backward
         self._handles: list[RemovableHandle] = []
         self._wrapped: list[tuple[Known, str]] = []
         self._hooked: set[Known] = set()  #: leaves on whose node other code hangs too
@@ -176,7 +180,7 @@ class Watch:
                 self._open_by_hook[known] = window
 
     def _after(self, known: Known, results: tuple[Any, ...], gradients: tuple[Any, ...]) -> None:
-        _open.disturb()
+        _open.disturb(self)
         window = self._open_by_hook.pop(known, None)
         try:
             if window is not None:
@@ -213,7 +217,7 @@ class Watch:
                 free = list(self._census.destinations(known))
                 watched = {k: r for k, r in watched.items() if not any(r.overlaps(place) for place in free)}
             regions = list(watched.values())
-            window = Window(self, known, own, regions, self._fingerprints(regions))
+            window = Window(self, known, own, regions, self._clocks(), self._fingerprints(regions))
         known.ran = True  # what it reads of its own, it reads now
         self._counts.checked += 1
         _open.add(window)
@@ -236,6 +240,7 @@ class Watch:
     def rebase(self, window: Window) -> None:
         """Begins an open window anew after the engine ran inside it."""
         with self._counts.timed(), engine.unseen():
+            window.clocks = self._clocks()
             window.before = self._fingerprints(window.regions)
 
     def _error(self, window: Window, results: list[Any]) -> OverwriteError | None:
@@ -249,10 +254,18 @@ class Watch:
                 self._counts.skipped["a change while another thread ran a node too"] += 1
                 return None
             try:
+                if self._clocks() != window.clocks:
+                    certain = self._judge.out_of_reach(window.own, changed, window.regions, results)
+                    if len(certain) < len(changed):
+                        self._counts.skipped["a change of what another thread, which ran too, may have written"] += 1
+                    changed = certain
                 return self._judge.error(window.known, window.own, changed, window.regions, results)
             except Exception as error:  # the program that is watched must not fail because of the guard
                 self._counts.skipped[f"a node that cannot be read ({type(error).__name__}: {error})"] += 1
                 return None
+
+    def _clocks(self) -> dict[int, object]:
+        return clocks(self.callers | {threading.get_ident()})
 
     def _fingerprints(self, regions: list[Region]) -> list[Fingerprint | None]:
         self._counts.fingerprinted_bytes += sum(region.size_bytes for region in regions)
@@ -284,7 +297,7 @@ class _OpenWindows:
     def add(self, window: Window) -> None:
         with self._lock:
             for other in self._windows:
-                if other.thread != window.thread:
+                if other.thread != window.thread and other.watch.callers & window.watch.callers:
                     other.parallel = window.parallel = True
             self._windows.append(window)
 
@@ -293,11 +306,12 @@ class _OpenWindows:
             if window in self._windows:
                 self._windows.remove(window)
 
-    def disturb(self) -> None:
+    def disturb(self, watch: Watch) -> None:
         """A node ran in this thread."""
         with self._lock:
             for window in self._windows:
-                window.parallel |= window.thread != threading.get_ident()
+                elsewhere = window.thread != threading.get_ident()
+                window.parallel |= elsewhere and bool(window.watch.callers & watch.callers)
 
     def forget(self, watch: Watch) -> None:
         with self._lock:
