@@ -1,6 +1,6 @@
 """Diffusion, state space and attention context: eager and takeback (mode exact) side by side on the CPU, in one run.
 
-    python benchmarks/architectures.py [--rounds 6] [--out benchmarks/results/architectures-cpu.json]
+    python benchmarks/architectures.py [--rounds 6] [--memory auto keep min] [--out FILE]
 
 dit: 32² images in patches of 2, width 256, 6 layers, batch 8; ssm: vocabulary 8192, width 256, 4 layers, state 64,
 8 x 256 tokens; gpt and gpt_context: vocabulary 8192, width 384, 4 layers, 8 x 256 tokens, the second with the attention
@@ -65,9 +65,10 @@ def warmed(step: Step) -> Step:
     return step
 
 
-def measure(name: str, size: str, rounds: int) -> list[Row]:
-    cases = {system: zoo.case(name, size=size) for system in ("eager", *MEMORY)}
-    compiled = {m: tb.compile_step(c.model, c.loss_fn, c.optimizer, memory=m) for m, c in cases.items() if m in MEMORY}
+def measure(name: str, size: str, rounds: int, settings: list[str]) -> list[Row]:
+    cases = {system: zoo.case(name, size=size) for system in ("eager", *settings)}
+    made = {m: c for m, c in cases.items() if m != "eager"}
+    compiled = {m: tb.compile_step(c.model, c.loss_fn, c.optimizer, memory=m) for m, c in made.items()}
     steps: dict[str, Step] = {"eager": warmed(eager(cases["eager"]))}
     steps |= {m: warmed(functools.partial(step, *cases[m].batch)) for m, step in compiled.items()}
     times = in_turn(steps, rounds, 2, "cpu")
@@ -110,10 +111,20 @@ def context_cost(size: str, rounds: int) -> list[Context]:
     return [Context(s, round(ratio(times, f"{s} gpt_context", f"{s} gpt"), 3)) for s in systems]
 
 
+def write(arguments: argparse.Namespace, rows: list[Row], context: list[Context]) -> None:
+    found = {
+        "machine": machine() | {"rounds": arguments.rounds, "size": arguments.size},
+        "rows": [asdict(r) for r in rows],
+        "context": [asdict(c) for c in context],
+    }
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--memory", nargs="*", default=list(MEMORY), choices=list(MEMORY))
     parser.add_argument("--size", default="bench", choices=["small", "bench", "full"])
     parser.add_argument("--threads", type=int, default=None, help="torch threads (default: as torch finds them)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "architectures-cpu.json")
@@ -125,10 +136,12 @@ def main() -> None:
     with Progress(console=console) as progress:
         task = progress.add_task("cases", total=len(arguments.cases) + 1)
         for name in arguments.cases:
-            rows += measure(name, arguments.size, arguments.rounds)
+            rows += measure(name, arguments.size, arguments.rounds, arguments.memory)
             gc.collect()
+            write(arguments, rows, [])
             progress.advance(task)
         context = context_cost(arguments.size, 2 * arguments.rounds)
+        write(arguments, rows, context)
         progress.advance(task)
     table = Table("case", "system", "s", "x eager", "peak MiB", "x eager", "mallocs", "equal")
     for r in rows:
@@ -139,13 +152,6 @@ def main() -> None:
     console.print(table)
     for c in context:
         console.print(f"attention context, {c.system}: {c.time_to_plain:.3f} x the step without it")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = {
-        "machine": machine() | {"rounds": arguments.rounds, "size": arguments.size},
-        "rows": [asdict(r) for r in rows],
-        "context": [asdict(c) for c in context],
-    }
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
     console.print(f"written to {arguments.out}")
 
 
