@@ -25,9 +25,9 @@ def test_a_bias_without_a_weight_can_drown_the_output_too() -> None:
 
 def test_the_output_of_an_lstm_is_not_overwritten_for_the_lstm_reads_it() -> None:
     lstm, norm = nn.LSTM(4, 4), InPlaceABN(4)
-    out, _ = lstm(torch.randn(5, 4, requires_grad=True))
+    out, _ = lstm(torch.randn(5, 4, 4, requires_grad=True))
     norm(out).sum().backward()
-    assert any("may have saved it" in reason or "view" in reason for reason in norm.copies)
+    assert any("may have saved it" in reason for reason in norm.copies)
     assert lstm.weight_ih_l0.grad is not None
 
 

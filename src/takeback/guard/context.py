@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
+from takeback.engine import transformed
 from takeback.errors import OptionError, OverwriteError
 from takeback.guard import engine
 from takeback.guard.census import Call, edge_of
@@ -86,7 +87,7 @@ class Guard(contextlib.ContextDecorator):
 
     def _watch(self, arguments: tuple[Any, ...], keywords: dict[str, Any], outer: list[Window]) -> Watch | None:
         """The watch of one call into the engine, from inside the outer windows; None where the graph cannot be read."""
-        if engine.transformed():
+        if transformed():
             self.skipped["a backward inside torch.func or forward mode"] += 1
             return None
         watch: Watch | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad, graph
+from torch.autograd import graph
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
@@ -80,11 +80,6 @@ def intercept(run: Callable[[Run, tuple[Any, ...], dict[str, Any]], Any]) -> Cal
             setattr(home, _NAME, function)
 
     return undo
-
-
-def transformed() -> bool:
-    """Whether torch.func's grad, vmap, jvp, ... or forward-mode differentiation is running: gradients are wrappers."""
-    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager

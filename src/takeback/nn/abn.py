@@ -12,9 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from takeback.nn.functional import Scale, activated_norm, activation_of, inverse_of, prepare_for_graphs
+from takeback.nn.functional import (
+    Scale,
+    activated_norm,
+    activation_of,
+    inverse_of,
+    plain_activation,
+    prepare_for_graphs,
+)
 from takeback.nn.invert import Weights
-from takeback.nn.kernels.activated import Activation
 from takeback.nn.owner import Copies
 from takeback.nn.sync import group_of
 
@@ -87,7 +93,7 @@ class ABN(nn.Module):
         self._check(x)
         running_mean, running_var, training, momentum = self._statistics()
         z = F.batch_norm(x, running_mean, running_var, self.weight, self.bias, training, momentum, self.eps)
-        return plain_activation_(z, activation_of(self.activation), self.activation_param)
+        return plain_activation(z, activation_of(self.activation), self.activation_param, inplace=True)
 
     def _check(self, x: Tensor) -> None:
         if torch.jit.is_tracing():
@@ -262,16 +268,3 @@ class InPlaceABNSync(InPlaceABN):
         """act(batch_norm(x)) over the group's batches; x is given up."""
         needs_group = self.training or self.running_mean is None
         return self._normalised(x, group_of(self.group) if needs_group else None)
-
-
-def plain_activation_(z: Tensor, activation: Activation, param: float) -> Tensor:
-    """The activation by torch, written onto z where its backward allows that."""
-    if activation == Activation.IDENTITY:
-        return z
-    if activation == Activation.RELU:
-        return F.relu_(z)
-    if activation == Activation.LEAKY_RELU:
-        return F.leaky_relu_(z, param) if param >= 0 else F.leaky_relu(z, param)
-    if activation == Activation.ELU:
-        return F.elu_(z, param) if param >= 0 else F.elu(z, param)
-    return F.silu(z)

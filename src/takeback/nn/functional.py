@@ -23,6 +23,7 @@ from takeback.nn import ops, owner
 from takeback.nn.invert import Weights, limits_of, without_inverse
 from takeback.nn.kernels import activated
 from takeback.nn.kernels.activated import Activation
+from takeback.nn.kernels.width import wide
 from takeback.nn.owner import Copies
 from takeback.nn.sync import group_of, reduce_statistics, reduce_sums
 
@@ -206,14 +207,15 @@ def prepare_for_graphs() -> None:
         _outside_of_graphs = torch.compiler.disable(activated_norm)
 
 
-def plain_activation(z: Tensor, activation: Activation, param: float) -> Tensor:
-    """The activation by torch's operators."""
+def plain_activation(z: Tensor, activation: Activation, param: float, *, inplace: bool = False) -> Tensor:
+    """The activation by torch's operators; `inplace`: onto z, where its backward allows that."""
+    inplace = inplace and param >= 0
     if activation == Activation.RELU:
-        return F.relu(z)
+        return F.relu(z, inplace)
     if activation == Activation.LEAKY_RELU:
-        return F.leaky_relu(z, param)
+        return F.leaky_relu(z, param, inplace)
     if activation == Activation.ELU:
-        return F.elu(z, param)
+        return F.elu(z, param, inplace)
     return F.silu(z) if activation == Activation.SILU else z
 
 
@@ -328,7 +330,7 @@ def _may_have_saved_its_result(node: Any) -> bool:
     """A Function written in Python may have saved anything; torch's own nodes say what they saved."""
     if issubclass(node, torch.autograd.function.BackwardCFunction):
         return True
-    return any(hasattr(node, f"_raw_saved_{name}") for name in ("result", "result0", "output", "out"))
+    return any(hasattr(node, f"_raw_saved_{name}") for name in ("result", "result0", "self_or_result", "output"))
 
 
 # -- over a process group ----------------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ def _synchronised(
     if layer.count:
         mean, variance = activated.statistics(dense, layer)
     else:
-        mean, variance = x.new_zeros((2, layer.channels), dtype=ops.arithmetic(x))
+        mean, variance = x.new_zeros((2, layer.channels), dtype=wide(x))
     mean, variance, count = reduce_statistics(mean, variance, layer.count, how.group)
     if count == 1:
         raise ValueError("an activated norm needs more than one sample per channel, on all ranks together")

@@ -18,6 +18,7 @@ from takeback import engine
 from takeback.nn.kernels import activated, row_steps
 from takeback.nn.kernels.activated import Activation, Layer
 from takeback.nn.kernels.row_steps import Rows
+from takeback.nn.kernels.width import wide
 
 _library = torch.library.Library("takeback", "FRAGMENT")
 
@@ -93,14 +94,9 @@ def laid_as(dy: Tensor, like: Tensor) -> Tensor:
     return dy.contiguous(memory_format=layout)
 
 
-def arithmetic(x: Tensor) -> torch.dtype:
-    """As wide as the kernels sum."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _table(x: Tensor) -> Tensor:
     """A fake value for each channel."""
-    return x.new_empty(x.shape[1], dtype=arithmetic(x))
+    return x.new_empty(x.shape[1], dtype=wide(x))
 
 
 def _gradient(x: Tensor, parameter: Tensor | None) -> Tensor:
@@ -140,12 +136,12 @@ def _into_(
     if not training:
         assert running_mean is not None
         assert running_var is not None
-        width = arithmetic(x)
+        width = wide(x)
         mean, invstd = running_mean.to(width, copy=True), (running_var.to(width) + eps).rsqrt_()
     elif x.numel():
         mean, invstd = activated.batch_statistics(x, layer, eps, running_mean, running_var, momentum)
     else:
-        mean, invstd = (x.new_zeros(layer.channels, dtype=arithmetic(x)) for _ in range(2))
+        mean, invstd = (x.new_zeros(layer.channels, dtype=wide(x)) for _ in range(2))
     if x.numel():
         activated.normalise_(x, out, layer, mean, invstd)
     return mean, invstd
@@ -211,7 +207,7 @@ def _put_(
     "rms_norm(Tensor x, Tensor? weight, int columns, float eps) -> (Tensor, Tensor)",
     lambda x, weight, columns, eps: (
         torch.empty_like(x, memory_format=torch.contiguous_format),
-        x.new_empty(x.numel() // columns if columns else 0, dtype=arithmetic(x)),
+        x.new_empty(x.numel() // columns if columns else 0, dtype=wide(x)),
     ),
 )
 def rms_norm(x: Tensor, weight: Tensor | None, columns: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -223,7 +219,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, columns: int, eps: float) -> tupl
 
 
 def _row_gradients(saved: Tensor, columns: int, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    table = saved.new_empty(columns, dtype=arithmetic(saved))
+    table = saved.new_empty(columns, dtype=wide(saved))
     return (
         table if weight is None else torch.empty_like(weight),
         table.clone() if bias is None else torch.empty_like(bias),

@@ -21,6 +21,7 @@ from takeback import engine
 from takeback.nn import ops, owner
 from takeback.nn.invert import Weights, limits_of
 from takeback.nn.kernels.activated import Activation
+from takeback.nn.kernels.width import wide
 from takeback.nn.owner import Copies
 
 
@@ -75,7 +76,7 @@ class InPlaceRMSNorm(_Watched, nn.RMSNorm):
         x = _as_autocast_has_it(x)
         if torch.compiler.is_compiling() or engine.transformed():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
-        eps = torch.finfo(ops.arithmetic(x)).eps if self.eps is None else self.eps
+        eps = torch.finfo(wide(x)).eps if self.eps is None else self.eps
         return _row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)
 
 
@@ -127,7 +128,7 @@ class RowNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: How) -> Tensor:
         if how.centred:
             y, mean, rstd = torch.native_layer_norm(x, how.shape, weight, bias, how.eps)
-            mean, rstd = (table.flatten().to(ops.arithmetic(x)) for table in (mean, rstd))
+            mean, rstd = (table.flatten().to(wide(x)) for table in (mean, rstd))
         else:
             mean = None
             y, rstd = ops.rms_norm(x, weight, math.prod(how.shape), how.eps)

@@ -12,24 +12,20 @@ from typing import TypeVar
 
 import torch
 
-Kind = TypeVar("Kind", bound=torch.Tensor)
+from takeback import engine
 
-# Asked in every take: found once.
-_is_compiling = torch.compiler.is_compiling
-_count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+Kind = TypeVar("Kind", bound=torch.Tensor)
 
 
 def holders(storage: torch.UntypedStorage) -> int:
     """A number that grows with every holder: tensors of any kind count in C++, names for the storage object itself in
     Python, where 2.13 counts the first tensor once more. So it means something only beside what it was before."""
-    return _use_count(storage._cdata) + sys.getrefcount(storage)
+    return engine.holders(storage) + sys.getrefcount(storage)
 
 
 def traced() -> bool:
     """Whether ops are recorded or intercepted rather than run: torch.compile, fake tensors, make_fx, compile_step."""
-    compiling: bool = _is_compiling()
-    return compiling or _count_of_modes() > 0
+    return bool(torch.compiler.is_compiling()) or engine.being_recorded()
 
 
 def subclassed(tensor: torch.Tensor, kind: type[Kind]) -> Kind:

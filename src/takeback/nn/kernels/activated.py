@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from takeback.nn.kernels import activated_cpu
+from takeback.nn.kernels.width import wide
 
 
 class Activation(enum.IntEnum):
@@ -126,9 +127,8 @@ def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor
     """
     if not dy.numel():
         dtypes = (None if each is None else each.dtype for each in (layer.weight, layer.bias))
-        width = torch.float64 if dy.dtype == torch.float64 else torch.float32
         sums, *gradients = (
-            dy.new_zeros(shape, dtype=dtype or width)
+            dy.new_zeros(shape, dtype=dtype or wide(dy))
             for shape, dtype in zip(((2, layer.channels), layer.channels, layer.channels), (None, *dtypes), strict=True)
         )
         return sums, gradients[0], gradients[1]

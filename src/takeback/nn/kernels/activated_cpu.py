@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from takeback.nn.kernels import activated_plain as plain
-from takeback.nn.kernels.library import DTYPES, address, dtype_code, opened_or_warned, wide
+from takeback.nn.kernels.library import DTYPES, address, dtype_code, opened_or_warned
+from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.activated import Layer

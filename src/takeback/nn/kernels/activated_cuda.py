@@ -18,6 +18,7 @@ from torch import Tensor
 
 from takeback.nn.kernels import activated_triton as kernels
 from takeback.nn.kernels.launch import Launch, on, parts_of, power, processors
+from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.activated import Layer
@@ -183,13 +184,13 @@ class Plan:
         from takeback.nn.kernels.activated import reach  # its backends are imported from there
 
         self.key = key
-        self.width = torch.float64 if key.dtype == torch.float64 else torch.float32
+        self.width = wide(key.dtype)
         self.count = key.batch * key.spots
         rows = (self.count, key.channels, 1) if key.last else (key.batch, key.channels * key.spots, key.spots)
         self.rows, self.columns, self.spots = rows
         limits = reach(key.dtype)
-        wide = self.count * key.channels >= (1 << 31) - (1 << 20)  # a last tile may reach beyond the tensor
-        self._shape = {"ACC": WIDTHS[self.width], "WIDE": wide}
+        far = self.count * key.channels >= (1 << 31) - (1 << 20)  # a last tile may reach beyond the tensor
+        self._shape = {"ACC": WIDTHS[self.width], "WIDE": far}
         self._form = self._shape | {
             "HAS_WEIGHT": key.weight is not None,
             "HAS_BIAS": key.bias is not None,

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from takeback.nn.kernels.library import wide
+from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.activated import Layer

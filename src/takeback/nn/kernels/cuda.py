@@ -13,6 +13,7 @@ from torch import Tensor
 
 from takeback.nn.kernels import triton_kernels as kernels
 from takeback.nn.kernels.call import Call, Into, Norm
+from takeback.nn.kernels.width import wide
 
 _LONGEST_ROW_BYTES = 1 << 16  #: a row of the arithmetic's width that one program holds in registers
 
@@ -45,7 +46,7 @@ def _row_norm_(call: Call) -> None:
             return
         rstd = call.rstd
         if rstd is None:
-            rstd = torch.empty(rows, dtype=_acc(call), device=call.x.device)
+            rstd = torch.empty(rows, dtype=wide(call.x), device=call.x.device)
             if rows:
                 kernels.scale_rows[(rows,)](
                     call.x, rstd, rows, columns, EPS=call.eps, ACC=_tl_acc(call), BLOCK=min(1024, _power(columns))
@@ -242,11 +243,7 @@ def _given(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
 
 
 def _partial(call: Call, parts: int) -> Tensor:
-    return torch.empty((2, parts, call.channels), dtype=_acc(call), device=call.x.device)
-
-
-def _acc(call: Call) -> torch.dtype:
-    return torch.float64 if call.x.dtype == torch.float64 else torch.float32
+    return torch.empty((2, parts, call.channels), dtype=wide(call.x), device=call.x.device)
 
 
 def _tl_acc(call: Call) -> object:

@@ -59,11 +59,6 @@ def opened_or_warned(source: str, functions: dict[str, list[object]]) -> ctypes.
     return None
 
 
-def wide(x: Tensor) -> torch.dtype:
-    """The dtype of arithmetic on x."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from takeback.nn.kernels import cpu
 from takeback.nn.kernels.call import Call, Into, Norm
+from takeback.nn.kernels.width import wide
 
 __all__ = [
     "Done",
@@ -117,7 +118,7 @@ def rms_norm_backward_(
             bias_grad=None,
             batch=rows,
             channels=columns,
-            eps=torch.finfo(_arithmetic(x)).eps if eps is None else float(eps),
+            eps=torch.finfo(wide(x)).eps if eps is None else float(eps),
         )
     )
 
@@ -232,13 +233,9 @@ def _layout(x: Tensor) -> torch.memory_format | None:
     return next((layout for layout in layouts if x.is_contiguous(memory_format=layout)), None)
 
 
-def _arithmetic(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _wide(statistics: Tensor) -> Tensor:
     """As wide as the arithmetic: torch keeps a half-precision norm's statistics in half precision on the CPU."""
-    return statistics.to(_arithmetic(statistics)).contiguous()
+    return statistics.to(wide(statistics)).contiguous()
 
 
 def _refusal(
@@ -259,7 +256,7 @@ def _refusal(
             return f"{name} is not an ordinary strided tensor"
         if tensor.dtype not in _DTYPES:
             return f"{name} is {tensor.dtype}"
-        if _arithmetic(tensor) != _arithmetic(x):
+        if wide(tensor) != wide(x):
             return f"{name} is {tensor.dtype}, x is {x.dtype}: they are summed in different widths"
     if size < 0:
         return f"x of shape {tuple(x.shape)} does not end in the normalized shape"
@@ -277,9 +274,9 @@ def _refusal(
 
 def _refused_statistics(x: Tensor, size: int, *statistics: Tensor) -> str | None:
     for tensor in statistics:
-        if tensor.device != x.device or tensor.numel() != size or _arithmetic(tensor) != _arithmetic(x):
+        if tensor.device != x.device or tensor.numel() != size or wide(tensor) != wide(x):
             return (
                 f"statistics are {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; {size} of "
-                f"{_arithmetic(x)} or narrower on {x.device} are needed"
+                f"{wide(x)} or narrower on {x.device} are needed"
             )
     return None

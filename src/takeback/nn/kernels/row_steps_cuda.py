@@ -13,6 +13,7 @@ from takeback.nn.kernels import activated_triton
 from takeback.nn.kernels import row_steps_triton as kernels
 from takeback.nn.kernels.activated_cuda import WIDTHS
 from takeback.nn.kernels.launch import Launch, on, parts_of, power, processors
+from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.row_steps import Rows
@@ -23,7 +24,7 @@ _TILE = 4096
 
 def rms_norm_(x: Tensor, out: Tensor, norm: Rows, eps: float) -> Tensor:
     """out = x * rstd * weight; [rows]: rstd."""
-    rstd = x.new_empty(norm.rows, dtype=_width(x.dtype))
+    rstd = x.new_empty(norm.rows, dtype=wide(x.dtype))
     if norm.rows:
         launch = _rms_norm(
             x.device, x.dtype, norm.rows, norm.columns, norm.weight is not None and norm.weight.dtype, eps
@@ -42,7 +43,7 @@ def gradients_(
     dy: Tensor, saved: Tensor, out: Tensor | None, norm: Rows, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out = dx; the sums, and the gradients of weight and bias that they are."""
-    acc = _width(dy.dtype)
+    acc = wide(dy.dtype)
     sums = dy.new_empty((2, norm.columns), dtype=acc)
     of_weight, of_bias = (
         dy.new_empty(norm.columns, dtype=acc if parameter is None else parameter.dtype)
@@ -102,7 +103,7 @@ def _rms_norm(
     device: torch.device, dtype: torch.dtype, rows: int, columns: int, weight: torch.dtype | bool, eps: float
 ) -> Launch:
     block = min(_TILE, power(columns))
-    form = {"EPS": eps, "HAS_WEIGHT": weight is not False, "ACC": WIDTHS[_width(dtype)], "BLOCK": block}
+    form = {"EPS": eps, "HAS_WEIGHT": weight is not False, "ACC": WIDTHS[wide(dtype)], "BLOCK": block}
     return Launch(kernels.rms_norm, (rows,), (columns,), form, num_warps=_warps(block))
 
 
@@ -120,7 +121,7 @@ def _backward(
 ) -> Backward:
     from takeback.nn.kernels.activated import reach  # its backends are imported from there
 
-    limits, acc = reach(dtype), _width(dtype)
+    limits, acc = reach(dtype), wide(dtype)
     form = {
         "HAS_WEIGHT": weight is not None,
         "HAS_BIAS": bias is not None,
@@ -155,12 +156,8 @@ def _elementwise(kernel: Any, device: torch.device, dtype: torch.dtype, rows: in
     block_n = min(1024, power(columns))
     block_m = max(1, _TILE // 2 // block_n)
     grid = parts_of(rows, block_m), parts_of(columns, block_n)
-    form = {"ACC": WIDTHS[_width(dtype)], "BLOCK_M": block_m, "BLOCK_N": block_n}
+    form = {"ACC": WIDTHS[wide(dtype)], "BLOCK_M": block_m, "BLOCK_N": block_n}
     return Launch(kernel, grid, (rows, columns, *steps), form)
-
-
-def _width(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _warps(block: int) -> int:
