@@ -25,7 +25,7 @@ from rich.table import Table
 import takeback as tb
 from common import Step, in_turn, machine, peak_bytes, ratio
 from takeback import zoo
-from takeback.run.eager import eager_step
+from takeback.compiler.run.eager import eager_step
 
 CASES = ("dit", "ssm", "gpt", "gpt_context")
 MEMORY = ("auto", "keep", "min")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import takeback as tb
-from takeback.run import allocator
+from takeback.compiler.run import allocator
 
 Step = Callable[[], object]
 

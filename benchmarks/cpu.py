@@ -30,8 +30,8 @@ from rich.table import Table
 import takeback as tb
 from common import cpu
 from takeback import zoo
-from takeback.run import allocator
-from takeback.run.eager import eager_step
+from takeback.compiler.run import allocator
+from takeback.compiler.run.eager import eager_step
 
 CASES = {
     "gpt": ("gpt", "bench"),

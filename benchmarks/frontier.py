@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import takeback as tb
 from common import machine, peak_bytes
 from takeback import zoo
-from takeback.run.eager import eager_step
+from takeback.compiler.run.eager import eager_step
 
 MIB = 1 << 20
 BUDGETS = (1.0, 0.75, 0.5, 0.25)

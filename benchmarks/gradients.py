@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 import takeback as tb
 from common import Step, in_turn, machine, ratio, total_peak_bytes
 from takeback import zoo
-from takeback.capture.batch import microbatch
-from takeback.ownership.curve import alive_bytes
+from takeback.compiler.capture.batch import microbatch
+from takeback.compiler.ownership.curve import alive_bytes
 
 MIB = 1 << 20
 CLIP = 1.0

@@ -15,22 +15,36 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "takeback"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
-# A part is a folder or a file directly below src/takeback. "__init__" is the package itself, which exports
+# A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself, which exports
 # the compiler: to import it from a part is to import everything.
-COMPILER = ("capture", "ownership", "passes", "plan", "run", "explain", "budget", "step", "backend", "cli", "__init__")
+COMPILER = (
+    "program",
+    "capture",
+    "ownership",
+    "passes",
+    "plan",
+    "run",
+    "explain",
+    "budget",
+    "step",
+    "backend",
+    "cli",
+    "__init__",
+)
 EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "parallel", "zoo")
 PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
 
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "capture": frozenset(),
-    "ownership": frozenset({"capture"}),
-    "passes": frozenset({"capture", "ownership"}),
+    "program": frozenset(),
+    "capture": frozenset({"program"}),
+    "ownership": frozenset({"program", "capture"}),
+    "passes": frozenset({"program", "capture", "ownership"}),
     "plan": frozenset(),
-    "run": frozenset({"capture", "ownership", "passes", "plan"}),
-    "explain": frozenset({"capture", "ownership", "passes", "plan", "run"}),
-    "budget": frozenset({"capture", "ownership", "passes", "plan", "run", "explain"}),
-    "step": frozenset({"capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
+    "run": frozenset({"program", "capture", "ownership", "passes", "plan"}),
+    "explain": frozenset({"program", "capture", "ownership", "passes", "plan", "run"}),
+    "budget": frozenset({"program", "capture", "ownership", "passes", "plan", "run", "explain"}),
+    "step": frozenset({"program", "capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
     "nn": frozenset(),
     "grads": frozenset(),
     "optim": frozenset(),
@@ -47,7 +61,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 # Of all parts, the only ones that these may import besides themselves.
 IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo": frozenset()}
 
-MAY_USE_PRIVATE_TORCH = ("capture", "run", "backend")
+MAY_USE_PRIVATE_TORCH = ("program", "capture", "run", "backend")
 # What eager code must ask of torch, and torch has no public name for.
 PRIVATE_TORCH_FILES = ("engine.py", "guard/engine.py", "workspace/internals.py")
 MAY_READ_ENVIRONMENT = ("options",)
@@ -55,7 +69,7 @@ ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "
 
 
 def part_of(path: str) -> str:
-    return path.split("/")[0].removesuffix(".py")
+    return path.removeprefix("compiler/").split("/")[0].removesuffix(".py")
 
 
 def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
@@ -74,6 +88,7 @@ def imported_parts(path: str, source: str) -> Iterator[tuple[int, str]]:
     for line, name in imports(path, source):
         first, *rest = name.split(".")
         if first == "takeback":
+            rest = rest[1:] if rest[:1] == ["compiler"] else rest
             yield line, rest[0] if rest and rest[0] in PARTS else "__init__"
 
 
@@ -177,40 +192,45 @@ def test_file_keeps_every_rule(path: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "path", "source", "violation"),
     [
-        (check_docstring, "plan/x.py", "# only a comment\nx = 1", "plan/x.py:1 has no docstring"),
-        (check_docstring, "plan/__init__.py", "", "plan/__init__.py:1 has no docstring"),
-        (check_direction, "capture/x.py", "from takeback.ownership import y", "import ownership"),
-        (check_direction, "capture/x.py", "\nimport takeback.step", "capture/x.py:2 .* import step"),
-        (check_direction, "ownership/x.py", "from ..passes.move import y", "import passes"),
-        (check_direction, "ownership/a/x.py", "from ... import plan", "import plan"),
-        (check_direction, "passes/x.py", "def f():\n    from takeback import run", ":2 .* import run"),
-        (check_direction, "plan/x.py", "from takeback.passes import y", "import passes"),
-        (check_direction, "plan/x.py", "from takeback.options import y", "import options"),
+        (check_docstring, "compiler/plan/x.py", "# only a comment\nx = 1", "compiler/plan/x.py:1 has no docstring"),
+        (check_docstring, "compiler/plan/__init__.py", "", "compiler/plan/__init__.py:1 has no docstring"),
+        (check_direction, "compiler/capture/x.py", "from takeback.compiler.ownership import y", "import ownership"),
+        (check_direction, "compiler/capture/x.py", "\nimport takeback.step", "compiler/capture/x.py:2 .* import step"),
+        (check_direction, "compiler/ownership/x.py", "from ..passes.move import y", "import passes"),
+        (check_direction, "compiler/ownership/a/x.py", "from ... import plan", "import plan"),
         (
             check_direction,
-            "run/x.py",
-            "if True:\n    import takeback.explain.text as t",
+            "compiler/passes/x.py",
+            "def f():\n    from takeback.compiler import run",
+            ":2 .* import run",
+        ),
+        (check_direction, "compiler/plan/x.py", "from takeback.compiler.passes import y", "import passes"),
+        (check_direction, "compiler/plan/x.py", "from takeback.options import y", "import options"),
+        (
+            check_direction,
+            "compiler/run/x.py",
+            "if True:\n    import takeback.compiler.explain.text as t",
             "import explain",
         ),
-        (check_direction, "run/x.py", "from takeback.step import compile_step", "import step"),
-        (check_direction, "explain/x.py", "from takeback.step import Plan", "import step"),
-        (check_direction, "explain/x.py", "from takeback import cli", "import cli"),
+        (check_direction, "compiler/run/x.py", "from takeback.step import compile_step", "import step"),
+        (check_direction, "compiler/explain/x.py", "from takeback.step import Plan", "import step"),
+        (check_direction, "compiler/explain/x.py", "from takeback import cli", "import cli"),
         (check_direction, "step.py", "from takeback.cli import main", "step must not import cli"),
-        (check_direction, "passes/x.py", "from takeback import compile_step", "import __init__"),
-        (check_direction, "passes/x.py", "import takeback", "import __init__"),
-        (check_direction, "grads.py", "from .capture import y", "grads must not import capture"),
-        (check_direction, "guard.py", "import takeback.ownership", "guard must not import ownership"),
-        (check_direction, "parallel.py", "from takeback.run.replay import y", "parallel must not import run"),
-        (check_direction, "workspace.py", "from takeback.run import y", "import run"),
-        (check_direction, "nn/abn.py", "from takeback.explain import y", "nn must not import explain"),
-        (check_direction, "native.py", "from takeback.run import allocator", "native must not import run"),
+        (check_direction, "compiler/passes/x.py", "from takeback import compile_step", "import __init__"),
+        (check_direction, "compiler/passes/x.py", "import takeback", "import __init__"),
+        (check_direction, "grads.py", "from .compiler.capture import y", "grads must not import capture"),
+        (check_direction, "guard.py", "import takeback.compiler.ownership", "guard must not import ownership"),
+        (check_direction, "parallel.py", "from takeback.compiler.run.replay import y", "parallel must not import run"),
+        (check_direction, "workspace.py", "from takeback.compiler.run import y", "import run"),
+        (check_direction, "nn/abn.py", "from takeback.compiler.explain import y", "nn must not import explain"),
+        (check_direction, "native.py", "from takeback.compiler.run import allocator", "native must not import run"),
         (check_direction, "optim/flat.py", "from takeback import GradBuffer", "optim must not import __init__"),
         (check_direction, "zoo/gpt.py", "from takeback.errors import y", "zoo must not import errors"),
-        (check_plan_without_torch, "plan/x.py", "import torch", "plan must not import torch"),
-        (check_plan_without_torch, "plan/x.py", "def f():\n    from torch.nn import y", ":2 plan must not"),
-        (check_private_torch, "passes/x.py", "from torch._inductor import config", "API torch._inductor$"),
-        (check_private_torch, "passes/x.py", "import torch.utils._pytree as t", "torch.utils._pytree"),
-        (check_private_torch, "passes/x.py", "from torch import _C", "torch._C"),
+        (check_plan_without_torch, "compiler/plan/x.py", "import torch", "plan must not import torch"),
+        (check_plan_without_torch, "compiler/plan/x.py", "def f():\n    from torch.nn import y", ":2 plan must not"),
+        (check_private_torch, "compiler/passes/x.py", "from torch._inductor import config", "API torch._inductor$"),
+        (check_private_torch, "compiler/passes/x.py", "import torch.utils._pytree as t", "torch.utils._pytree"),
+        (check_private_torch, "compiler/passes/x.py", "from torch import _C", "torch._C"),
         (
             check_private_torch,
             "grads.py",
@@ -219,8 +239,13 @@ def test_file_keeps_every_rule(path: str) -> None:
         ),
         (check_private_torch, "grads.py", "import torch as t\nt.fx._x.y", "torch.fx._x"),
         (check_private_torch, "nn/x.py", "from torch import nn as n\nn._x", "torch.nn._x"),
-        (check_environment, "run/x.py", "import os\nos.environ['A']", "run/x.py:2 os.environ outside"),
-        (check_environment, "run/x.py", "import os as o\no.getenv('A')", "os.getenv outside"),
+        (
+            check_environment,
+            "compiler/run/x.py",
+            "import os\nos.environ['A']",
+            "compiler/run/x.py:2 os.environ outside",
+        ),
+        (check_environment, "compiler/run/x.py", "import os as o\no.getenv('A')", "os.getenv outside"),
         (check_environment, "cli.py", "from os import environ as e", "cli.py:1 os.environ outside"),
         (check_environment, "cli.py", "from os import getenv", "cli.py:1 os.getenv outside"),
     ],
@@ -233,36 +258,36 @@ def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, vi
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (check_docstring, "plan/x.py", '"""Offsets."""'),
+        (check_docstring, "compiler/plan/x.py", '"""Offsets."""'),
         (
             check_direction,
-            "capture/x.py",
-            "from takeback.capture import y\nfrom takeback import errors",
+            "compiler/capture/x.py",
+            "from takeback.compiler.capture import y\nfrom takeback import errors",
         ),
-        (check_direction, "capture/x.py", "from . import roles\nfrom .roles import y\nimport torch"),
-        (check_direction, "ownership/x.py", "from takeback.capture import y"),
-        (check_direction, "passes/x.py", "from takeback.ownership import y\nfrom ..capture import z"),
+        (check_direction, "compiler/capture/x.py", "from . import roles\nfrom .roles import y\nimport torch"),
+        (check_direction, "compiler/ownership/x.py", "from takeback.compiler.capture import y"),
+        (check_direction, "compiler/passes/x.py", "from takeback.compiler.ownership import y\nfrom ..capture import z"),
         (
             check_direction,
-            "plan/x.py",
+            "compiler/plan/x.py",
             "from takeback.errors import PlanError\nfrom .problem import y",
         ),
-        (check_direction, "run/x.py", "from takeback.plan import y\nfrom takeback.options import z"),
-        (check_direction, "step.py", "from takeback.explain import y\nfrom takeback.run import z"),
+        (check_direction, "compiler/run/x.py", "from takeback.compiler.plan import y\nfrom takeback.options import z"),
+        (check_direction, "step.py", "from takeback.compiler.explain import y\nfrom takeback.compiler.run import z"),
         (check_direction, "__init__.py", "from takeback.step import compile_step"),
         (check_direction, "cli.py", "import takeback"),
         (check_direction, "nn/x.py", "from takeback.workspace import Workspace"),
         (check_direction, "grads.py", "from takeback.parallel import Reducer"),
         (check_direction, "zoo/x.py", "from takeback.zoo.gpt import GPT"),
-        (check_plan_without_torch, "run/x.py", "import torch"),
-        (check_plan_without_torch, "plan/x.py", "import torchlike"),
-        (check_private_torch, "capture/x.py", "from torch._subclasses import FakeTensorMode"),
-        (check_private_torch, "run/x.py", "import torch\ntorch._C"),
+        (check_plan_without_torch, "compiler/run/x.py", "import torch"),
+        (check_plan_without_torch, "compiler/plan/x.py", "import torchlike"),
+        (check_private_torch, "compiler/capture/x.py", "from torch._subclasses import FakeTensorMode"),
+        (check_private_torch, "compiler/run/x.py", "import torch\ntorch._C"),
         (check_private_torch, "backend.py", "import torch._inductor"),
-        (check_private_torch, "ownership/x.py", "import torch\ntorch.ops.aten._softmax.default"),
-        (check_private_torch, "ownership/x.py", "import torch\ntorch.__version__\nself._torch._x"),
+        (check_private_torch, "compiler/ownership/x.py", "import torch\ntorch.ops.aten._softmax.default"),
+        (check_private_torch, "compiler/ownership/x.py", "import torch\ntorch.__version__\nself._torch._x"),
         (check_environment, "options.py", "import os\nos.environ['A']"),
-        (check_environment, "run/x.py", "import os\nos.path.join('environ')\nself.environ"),
+        (check_environment, "compiler/run/x.py", "import os\nos.path.join('environ')\nself.environ"),
     ],
 )
 def test_rule_allows_what_is_allowed(rule: Rule, path: str, source: str) -> None:

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import budget, zoo
-from takeback.budget import Planned, plan_within, resident_bytes, search_for
-from takeback.capture.program import Program
+from takeback.compiler.budget import Planned, plan_within, resident_bytes, search_for
+from takeback.compiler.passes.recompute import Search
+from takeback.compiler.program import Program
+from takeback.compiler.run.replay import undo_bytes
 from takeback.errors import MemoryTargetError
 from takeback.options import Options
-from takeback.passes.recompute import Search
-from takeback.run.replay import undo_bytes
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 

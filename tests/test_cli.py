@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from takeback import __version__, demo
 from takeback.cli import app
-from takeback.run.eager import eager_step
+from takeback.compiler.run.eager import eager_step
 
 USER_FILE = """
 import torch
@@ -337,7 +337,7 @@ def test_demo_finds_a_loss_and_a_parameter_that_differ(monkeypatch: pytest.Monke
 
 
 def test_demo_works_without_the_native_allocator_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("takeback.run.allocator.load", lambda *_: None)
+    monkeypatch.setattr("takeback.compiler.run.allocator.load", lambda *_: None)
     console = Console(width=80, record=True, force_terminal=False)
     with console.capture() as captured:
         assert demo.run_demo(console, steps=4, tiny=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from takeback.passes.pipeline import PASSES
+from takeback.compiler.passes.pipeline import PASSES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -1,6 +1,7 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner."""
 
 from takeback import nn, optim
+from takeback.compiler.explain.report import Report
 from takeback.errors import (
     BorrowError,
     CaptureError,
@@ -15,7 +16,6 @@ from takeback.errors import (
     VerifyError,
     WorkspaceError,
 )
-from takeback.explain.report import Report
 from takeback.grads import GradBuffer
 from takeback.guard import guard
 from takeback.norm_cache import NormCache

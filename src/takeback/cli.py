@@ -26,9 +26,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import takeback
 from takeback import demo as demos
+from takeback.compiler.explain.frontier import Frontier
+from takeback.compiler.explain.report import Report
 from takeback.errors import OverwriteError, TakebackError
-from takeback.explain.frontier import Frontier
-from takeback.explain.report import Report
 from takeback.guard import Guard
 from takeback.options import Options
 from takeback.predict import frontier as find_frontier

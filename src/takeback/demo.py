@@ -21,13 +21,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from takeback.capture.program import Phase, Program
-from takeback.explain.report import Report
-from takeback.explain.text import show_bytes, show_ratio
+from takeback.compiler.explain.report import Report
+from takeback.compiler.explain.text import show_bytes, show_ratio
+from takeback.compiler.program import Phase, Program
+from takeback.compiler.run import allocator
+from takeback.compiler.run.allocator import ALLOC, Cell
+from takeback.compiler.run.eager import eager_step
 from takeback.options import cache_dir, compiler
-from takeback.run import allocator
-from takeback.run.allocator import ALLOC, Cell
-from takeback.run.eager import eager_step
 from takeback.step import CompiledStep, compile_step
 from takeback.zoo import GPT, OPTIMIZERS, Case, GPTConfig, ResNet, byte_batches, gpt, resnet, shape_batches
 

@@ -19,32 +19,32 @@ from typing import Any
 
 import torch
 
-from takeback.budget import Planned, check_early, plan_within
-from takeback.capture import subject as subjects
-from takeback.capture.batch import map_leaves, take_apart
-from takeback.capture.program import Op, Program, Region
-from takeback.capture.scaling import Scaling
-from takeback.capture.session import AuxSlot, Capture, Subject, capture
-from takeback.capture.twin import disproof
-from takeback.capture.update import Update, lacks_state, own_step_reason, write_update
-from takeback.capture.watch import Watch, ambient
+from takeback.compiler.budget import Planned, check_early, plan_within
+from takeback.compiler.capture import subject as subjects
+from takeback.compiler.capture.batch import map_leaves, take_apart
+from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.session import AuxSlot, Capture, Subject, capture
+from takeback.compiler.capture.twin import disproof
+from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
+from takeback.compiler.capture.watch import Watch, ambient
+from takeback.compiler.explain.report import Measured, Report, build_report
+from takeback.compiler.passes import Refusal
+from takeback.compiler.program import Op, Program, Region
+from takeback.compiler.run import allocator
+from takeback.compiler.run.arena import SharedArena
+from takeback.compiler.run.codegen import HeldValueChanged
+from takeback.compiler.run.commit import Gate
+from takeback.compiler.run.ending import Ending, clip_
+from takeback.compiler.run.executor import Executor
+from takeback.compiler.run.group import Group
+from takeback.compiler.run.layout import Layout
+from takeback.compiler.run.recording import recorder
+from takeback.compiler.run.replay import Replay, undo_bytes
+from takeback.compiler.run.snapshot import Snapshot
+from takeback.compiler.run.stream import StreamExecutor
+from takeback.compiler.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 from takeback.errors import CaptureError, MemoryTargetError
-from takeback.explain.report import Measured, Report, build_report
 from takeback.options import Options, cache_dir, compiler
-from takeback.passes import Refusal
-from takeback.run import allocator
-from takeback.run.arena import SharedArena
-from takeback.run.codegen import HeldValueChanged
-from takeback.run.commit import Gate
-from takeback.run.ending import Ending, clip_
-from takeback.run.executor import Executor
-from takeback.run.group import Group
-from takeback.run.layout import Layout
-from takeback.run.recording import recorder
-from takeback.run.replay import Replay, undo_bytes
-from takeback.run.snapshot import Snapshot
-from takeback.run.stream import StreamExecutor
-from takeback.run.verify import Recipe, compare, eager_digest, prove_recording, verified
 
 
 def compile_step(

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from takeback.capture import update
-from takeback.capture.scaling import Scaling
-from takeback.capture.twin import disproof
+from takeback.compiler.capture import update
+from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.twin import disproof
 
 SETTINGS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {}),

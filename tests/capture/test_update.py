@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from takeback.capture import update
-from takeback.capture.twin import disproof
-from takeback.capture.update import own_step_reason
+from takeback.compiler.capture import update
+from takeback.compiler.capture.twin import disproof
+from takeback.compiler.capture.update import own_step_reason
 
 SGD = [
     {},

@@ -6,10 +6,10 @@ import dataclasses
 from functools import cache
 
 from takeback import compile_step, zoo
-from takeback.capture.program import BufferId, Site
-from takeback.explain.ledger import Entry, Fate
-from takeback.explain.report import Measured, Report
-from takeback.passes.draft import Refusal
+from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.report import Measured, Report
+from takeback.compiler.passes.draft import Refusal
+from takeback.compiler.program import BufferId, Site
 
 MIB = 1 << 20
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from reports import MIB, fixed_report, planted, zoo_report
 
-from takeback.explain.html import MOST_RECTANGLES, as_html
-from takeback.explain.ledger import Entry, Fate
-from takeback.explain.text import show_bytes
+from takeback.compiler.explain.html import MOST_RECTANGLES, as_html
+from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.text import show_bytes
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

@@ -13,9 +13,9 @@ from reports import MIB, fixed_report, planted, zoo_report
 from torch import nn
 
 from takeback import compile_step, predict, zoo
-from takeback.explain.ledger import Entry, Fate
-from takeback.explain.text import IN_UPDATE, at_peak, peak_position, refusal_groups, short_line, show_bytes
-from takeback.ownership.facts import Refused
+from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.text import IN_UPDATE, at_peak, peak_position, refusal_groups, short_line, show_bytes
+from takeback.compiler.ownership.facts import Refused
 
 
 def test_text_of_a_fixed_report() -> None:

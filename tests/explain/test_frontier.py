@@ -18,10 +18,10 @@ from torch import nn
 
 import takeback as tb
 from takeback import zoo
-from takeback.budget import AUTO_SHARE
+from takeback.compiler.budget import AUTO_SHARE
+from takeback.compiler.explain.frontier import Frontier, Tradeoff, share_ticks, show_seconds
+from takeback.compiler.explain.frontier_html import as_html
 from takeback.errors import OptionError
-from takeback.explain.frontier import Frontier, Tradeoff, share_ticks, show_seconds
-from takeback.explain.frontier_html import as_html
 from takeback.options import memory_target
 from takeback.predict import frontier
 

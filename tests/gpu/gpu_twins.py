@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import takeback as tb
-from takeback.capture.batch import tensors_of
-from takeback.run.eager import eager_step
+from takeback.compiler.capture.batch import tensors_of
+from takeback.compiler.run.eager import eager_step
 from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.resnet import ResNet, ResNetConfig
 

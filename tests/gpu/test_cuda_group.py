@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import parallel
-from takeback.run.eager import eager_step
-from takeback.run.stream import StreamExecutor
+from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.stream import StreamExecutor
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

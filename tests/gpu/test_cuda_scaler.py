@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 import takeback as tb
-from takeback.run.eager import eager_step
+from takeback.compiler.run.eager import eager_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

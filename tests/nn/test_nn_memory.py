@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from takeback.compiler.run import allocator
 from takeback.nn import GELU, InPlaceABN, InPlaceLayerNorm, InPlaceRMSNorm, SwiGLU
-from takeback.run import allocator
 
 NATIVE = allocator.load()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="memory is measured with the native allocator, which needs g++")

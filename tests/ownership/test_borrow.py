@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from takeback.compiler.ownership.borrow import Access, Effect, Span, check
+from takeback.compiler.plan import Item, ItemId, Problem, solve
 from takeback.errors import BorrowError
-from takeback.ownership.borrow import Access, Effect, Span, check
-from takeback.plan import Item, ItemId, Problem, solve
 
 
 def access(value: int, start_bytes: int, end_bytes: int) -> Access:

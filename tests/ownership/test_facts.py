@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from takeback.capture.program import Buffer, BufferId, Op, Region, Role
-from takeback.ownership.facts import (
+from takeback.compiler.ownership.facts import (
     _ROWWISE,
     COPY,
     FILL,
@@ -18,7 +17,8 @@ from takeback.ownership.facts import (
     out_overload,
     overwritable_operands,
 )
-from takeback.run.allocator import Cell, load
+from takeback.compiler.program import Buffer, BufferId, Op, Region, Role
+from takeback.compiler.run.allocator import Cell, load
 
 aten = torch.ops.aten
 SHAPES = [(5, 7), (64, 1000), (3, 50, 129), (2, 3, 8, 512)]

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
+from takeback.compiler.run.stream import StreamExecutor
 from takeback.parallel import Reducer, cut
-from takeback.run.stream import StreamExecutor
 
 Batches = Callable[[int], tuple[Any, ...]]  #: by step
 

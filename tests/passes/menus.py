@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import takeback as tb
-from takeback.capture.program import Buffer, BufferId, Op, Phase, Program, Region, Role
-from takeback.passes import Draft, passes_for, run_passes
-from takeback.passes.menu import Menu
+from takeback.compiler.passes import Draft, passes_for, run_passes
+from takeback.compiler.passes.menu import Menu
+from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role
 
 aten = torch.ops.aten
 

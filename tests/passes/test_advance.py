@@ -10,11 +10,11 @@ from torch import nn
 
 import takeback as tb
 from takeback import zoo
-from takeback.capture.program import Phase, Program
+from takeback.compiler.passes import Draft
+from takeback.compiler.passes.advance import advance
+from takeback.compiler.program import Phase, Program
+from takeback.compiler.run.eager import eager_step
 from takeback.errors import OptionError
-from takeback.passes import Draft
-from takeback.passes.advance import advance
-from takeback.run.eager import eager_step
 
 OPTIMIZERS = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),

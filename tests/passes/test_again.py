@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import takeback as tb
-from takeback.capture.program import Buffer, BufferId, Op, Phase, Region, Role, Special
-from takeback.passes.again import draws_random_numbers, gives, may_run_again, reads, run_again, stand_in
+from takeback.compiler.passes.again import draws_random_numbers, gives, may_run_again, reads, run_again, stand_in
+from takeback.compiler.program import Buffer, BufferId, Op, Phase, Region, Role, Special
 
 aten = torch.ops.aten
 

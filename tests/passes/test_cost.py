@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback.capture.program import Op, Program, Region, Special
-from takeback.passes.cost import Rates, operations, seconds
+from takeback.compiler.passes.cost import Rates, operations, seconds
+from takeback.compiler.program import Op, Program, Region, Special
 
 aten = torch.ops.aten
 RATES = Rates(bytes_per_s=1e9, maths_per_s=1e8, op_s=1e-6, flops_per_s={"float32": 1e10, "bfloat16": 4e10})

@@ -7,12 +7,12 @@ import torch
 from menus import a_second, draft_of, recorded
 
 from takeback import zoo
-from takeback.passes.choice import apply
-from takeback.passes.draft import Draft
-from takeback.passes.fallback import cheapest_first
-from takeback.passes.menu import Menu
-from takeback.passes.recompute import Search, planned_peak
-from takeback.passes.solve import Solver
+from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.fallback import cheapest_first
+from takeback.compiler.passes.menu import Menu
+from takeback.compiler.passes.recompute import Search, planned_peak
+from takeback.compiler.passes.solve import Solver
 
 
 @pytest.fixture(scope="module")

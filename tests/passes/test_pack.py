@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import zoo
-from takeback.capture.program import Program
+from takeback.compiler.explain.ledger import Fate
+from takeback.compiler.passes import Draft, Overwrites, Packed, passes_for, run_passes
+from takeback.compiler.passes.draft import slot_of
+from takeback.compiler.plan import Problem, Solution
+from takeback.compiler.program import Program
+from takeback.compiler.run import layout as layout_module
+from takeback.compiler.run.layout import Layout, lay_out
 from takeback.errors import PlanError
-from takeback.explain.ledger import Fate
-from takeback.passes import Draft, Overwrites, Packed, passes_for, run_passes
-from takeback.passes.draft import slot_of
-from takeback.plan import Problem, Solution
-from takeback.run import layout as layout_module
-from takeback.run.layout import Layout, lay_out
 
 
 def compiled(model: nn.Module, loss_fn: Callable[..., Any], *batch: Any, **options: Any) -> tb.CompiledStep:

@@ -13,18 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback.capture.program import Program
+from takeback.compiler.passes import Draft, Overwrites, run_passes
+from takeback.compiler.passes import chunk_loss as chunk_loss_module
+from takeback.compiler.passes.chunk_loss import chunk_loss
+from takeback.compiler.passes.functionalize import functionalize
+from takeback.compiler.passes.move import move
+from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.pipeline import passes_for
+from takeback.compiler.program import Program
+from takeback.compiler.run import layout as layout_module
+from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.layout import lay_out
 from takeback.errors import BorrowError, PlanError
-from takeback.passes import Draft, Overwrites, run_passes
-from takeback.passes import chunk_loss as chunk_loss_module
-from takeback.passes.chunk_loss import chunk_loss
-from takeback.passes.functionalize import functionalize
-from takeback.passes.move import move
-from takeback.passes.overwrite import overwrite
-from takeback.passes.pipeline import passes_for
-from takeback.run import layout as layout_module
-from takeback.run.eager import eager_step
-from takeback.run.layout import lay_out
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import zoo
-from takeback.capture.program import Special
-from takeback.explain.ledger import Fate
-from takeback.run.eager import eager_step
+from takeback.compiler.explain.ledger import Fate
+from takeback.compiler.program import Special
+from takeback.compiler.run.eager import eager_step
 
 aten = torch.ops.aten
 

@@ -12,15 +12,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback.capture.program import Program, Special
+from takeback.compiler.passes import Draft, Packed, passes_for, run_passes
+from takeback.compiler.passes.draft import slot_of
+from takeback.compiler.passes.reduce import Handover, Sharing, Slice
+from takeback.compiler.plan import Problem, Solution
+from takeback.compiler.program import Program, Special
+from takeback.compiler.run import layout as layout_module
+from takeback.compiler.run.layout import Layout, lay_out
 from takeback.errors import BorrowError, PlanError
 from takeback.parallel import cut
-from takeback.passes import Draft, Packed, passes_for, run_passes
-from takeback.passes.draft import slot_of
-from takeback.passes.reduce import Handover, Sharing, Slice
-from takeback.plan import Problem, Solution
-from takeback.run import layout as layout_module
-from takeback.run.layout import Layout, lay_out
 
 
 class Net(nn.Module):

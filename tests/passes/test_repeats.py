@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from menus import recorded
 from torch import nn
 
-from takeback.passes.repeats import Place, find_runs, repeats
+from takeback.compiler.passes.repeats import Place, find_runs, repeats
 
 
 def assert_true(text: str | list[int], places: dict[int, Place]) -> None:

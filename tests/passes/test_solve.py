@@ -12,13 +12,13 @@ from menus import Recipe, a_second, draft_of, every_choice, height, is_consisten
 from torch import nn
 
 from takeback import predict, zoo
+from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.menu import Menu
+from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.recompute import Search, planned_peak
+from takeback.compiler.passes.solve import _COST_GAP, _PEAK_GAP, WORTH, Solver
+from takeback.compiler.run.layout import lay_out
 from takeback.errors import MemoryTargetError
-from takeback.passes.choice import apply
-from takeback.passes.menu import Menu
-from takeback.passes.overwrite import overwrite
-from takeback.passes.recompute import Search, planned_peak
-from takeback.passes.solve import _COST_GAP, _PEAK_GAP, WORTH, Solver
-from takeback.run.layout import lay_out
 
 UNTIED = 1 << 20
 MOST = 12  #: unknowns: all choices are tried

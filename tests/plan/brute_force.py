@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from takeback.plan import ItemId, Problem, Solution
+from takeback.compiler.plan import ItemId, Problem, Solution
 
 
 def broken_rule(problem: Problem, solution: Solution) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from takeback.plan import Item, ItemId, Pack, Problem
+from takeback.compiler.plan import Item, ItemId, Pack, Problem
 
 _lifetimes = st.tuples(st.integers(0, 20), st.integers(1, 12))
 _sizes = st.integers(0, 150)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from takeback.plan import Item, ItemId, Problem
+from takeback.compiler.plan import Item, ItemId, Problem
 
 KIB = 1024
 

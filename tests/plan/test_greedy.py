@@ -18,7 +18,7 @@ from step_traces import (
     transformer_step,
 )
 
-from takeback.plan import Item, ItemId, Pack, Problem, greedy, lower_bound_bytes, solve, validate
+from takeback.compiler.plan import Item, ItemId, Pack, Problem, greedy, lower_bound_bytes, solve, validate
 
 STEPS = dict(realistic_steps(range(8)))
 # Eight recomputed segments of six ops, each as high as the peak: greedy ends at 1.028, and two minutes of

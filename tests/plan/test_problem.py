@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from random_problems import problems
 
-from takeback.plan import Item, ItemId, Pack, Problem, lower_bound_bytes
+from takeback.compiler.plan import Item, ItemId, Pack, Problem, lower_bound_bytes
 
 
 def item(number: int, size_bytes: int, start: int, end: int) -> Item:

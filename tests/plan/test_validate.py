@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from random_problems import packed_problems, problems
 from step_traces import convnet_step
 
-import takeback.plan
+import takeback.compiler.plan
+from takeback.compiler.plan import Item, ItemId, Pack, Problem, Solution, solve, validate
 from takeback.errors import PlanError
-from takeback.plan import Item, ItemId, Pack, Problem, Solution, solve, validate
 
 A, B = ItemId(1), ItemId(2)
 PROBLEM = Problem((Item(A, 100, 0, 4), Item(B, 50, 2, 6)))
@@ -191,9 +191,9 @@ def test_faults_in_a_training_step_are_caught_and_not_all_are_harmless(fault: Fa
 
 
 def test_validator_imports_nothing_of_the_solver() -> None:
-    source = Path(takeback.plan.__file__).with_name("validate.py").read_text(encoding="utf-8")
+    source = Path(takeback.compiler.plan.__file__).with_name("validate.py").read_text(encoding="utf-8")
     imported = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if name and name.startswith("takeback")} == {
         "takeback.errors",
-        "takeback.plan.problem",
+        "takeback.compiler.plan.problem",
     }

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from takeback.compiler.run import allocator
+from takeback.compiler.run.allocator import ALLOC, FREE, PASS, Arena, Cell, Native, Recording, Script
 from takeback.errors import PlanError
-from takeback.run import allocator
-from takeback.run.allocator import ALLOC, FREE, PASS, Arena, Cell, Native, Recording, Script
 
 Step = Callable[[], tuple[torch.Tensor, ...]]
 
@@ -578,7 +578,7 @@ def run_python(code: str) -> subprocess.Popen[str]:
 LOAD_AND_SERVE = """
 import torch
 from pathlib import Path
-from takeback.run.allocator import Cell, load
+from takeback.compiler.run.allocator import Cell, load
 native = load(cache_dir=Path({folder!r}))
 cell = Cell()
 arena = native.arena(4096)

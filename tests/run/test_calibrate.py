@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from takeback.passes.cost import Rates
-from takeback.run import calibrate
+from takeback.compiler.passes.cost import Rates
+from takeback.compiler.run import calibrate
 
 KNOWN = Rates(1e10, 1e9, 1e-6, {"float32": 1e11}, 0.5, 0.4)
 SINGLE = frozenset({torch.float32})

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
 from takeback import zoo
-from takeback.capture.program import Phase
-from takeback.run.calls import Kind
-from takeback.run.eager import eager_step
-from takeback.run.stream import StreamExecutor
+from takeback.compiler.program import Phase
+from takeback.compiler.run.calls import Kind
+from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.stream import StreamExecutor
 
 
 def streamed(case: zoo.Case, **settings: Any) -> tb.CompiledStep:

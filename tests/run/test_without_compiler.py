@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import takeback as tb
-from takeback.run import allocator
+from takeback.compiler.run import allocator
 
 
 def normed() -> nn.Sequential:

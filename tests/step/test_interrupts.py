@@ -24,9 +24,9 @@ from step_twins import Setup, Snapshot, assert_right, assert_same, eager_step, m
 from torch import Tensor, nn
 
 import takeback as tb
-from takeback.capture.program import Phase
+from takeback.compiler.program import Phase
+from takeback.compiler.run import allocator
 from takeback.errors import CaptureError
-from takeback.run import allocator
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,7 +146,7 @@ def test_ctrl_c_before_any_op_of_the_update_waits_for_the_commit() -> None:
 
 def interrupted_at_once(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Ctrl-C in the instant between the backward and the commit: just before the gate is shut."""
-    from takeback.run.commit import Gate
+    from takeback.compiler.run.commit import Gate
 
     class Interrupted(Gate):
         pressed = False
@@ -169,7 +169,7 @@ def test_ctrl_c_between_backward_and_update_of_a_replay_takes_the_step_back(monk
     pair = Pair()
     pair.advance(4)
     before = pair.state()
-    interrupted_at_once(monkeypatch, "takeback.run.replay.Gate")
+    interrupted_at_once(monkeypatch, "takeback.compiler.run.replay.Gate")
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert_same(pair.state(), before)

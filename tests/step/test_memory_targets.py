@@ -20,11 +20,11 @@ from versus_eager import Case, adamw, sgd, state_of, train_both
 
 import takeback as tb
 from takeback import zoo
-from takeback.capture.program import Program, Special
+from takeback.compiler.passes.again import draws_random_numbers
+from takeback.compiler.passes.solve import Solver
+from takeback.compiler.program import Program, Special
+from takeback.compiler.run.eager import eager_step
 from takeback.errors import MemoryTargetError, OptionError
-from takeback.passes.again import draws_random_numbers
-from takeback.passes.solve import Solver
-from takeback.run.eager import eager_step
 
 aten = torch.ops.aten
 ROWS = 48

@@ -20,11 +20,11 @@ from torch.amp import GradScaler
 from versus_eager import assert_same, gradients_of, same, state_of
 
 import takeback as tb
-from takeback.capture.scaling import Scaling
+from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.stream import StreamExecutor
+from takeback.compiler.run.verify import _sums, checksum
 from takeback.errors import CaptureError, MemoryTargetError, OptionError, VerifyError
-from takeback.run.eager import eager_step
-from takeback.run.stream import StreamExecutor
-from takeback.run.verify import _sums, checksum
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -593,7 +593,7 @@ def test_exception_while_eager_is_compared_leaves_the_scaler_between_steps(monke
 
     pair = Pair(adamw, {"verify_every": 1})
     pair.advance(4)
-    monkeypatch.setattr("takeback.run.verify.eager_step", interrupted)
+    monkeypatch.setattr("takeback.compiler.run.verify.eager_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert not pair.scaler._per_optimizer_states

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import takeback as tb
-from takeback.explain.ledger import Fate
-from takeback.run import allocator
-from takeback.run.allocator import ALLOC, Cell
+from takeback.compiler.explain.ledger import Fate
+from takeback.compiler.run import allocator
+from takeback.compiler.run.allocator import ALLOC, Cell
 from takeback.zoo import CASES, Case, case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

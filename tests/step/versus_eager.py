@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from takeback import CompiledStep, compile_step
-from takeback.capture.batch import map_tensors, tensors_of
-from takeback.run.eager import eager_step
+from takeback.compiler.capture.batch import map_tensors, tensors_of
+from takeback.compiler.run.eager import eager_step
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 Between = Callable[[int, nn.Module, torch.optim.Optimizer], None]

@@ -1,0 +1,132 @@
+"""Follows the random generators through a recorded step, so that a replay draws eager's numbers.
+
+Between two random ops nobody should touch a generator. Where somebody did (torch.utils.checkpoint restores an earlier
+state before it runs a block again), the state found must be one that was current earlier in the step: then the replay
+saves it there and restores it here. Any other state came from a seed inside the step, and the recording is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from takeback.compiler.program import Op, Phase, Site, Special
+from takeback.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A moment of the recording: before the op at `position`, the generator had this state."""
+
+    position: int
+    generator: torch.Generator
+
+
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The generators that ops of a step on this device draw from if they are given none."""
+    if device.type != "cuda":
+        return (torch.default_generator,)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return (torch.default_generator, torch.cuda.default_generators[index])
+
+
+def _state(generator: torch.Generator) -> bytes:
+    # Not Tensor's numpy, which is trapped while a step is recorded (leaks.py); a mode, such as set_default_device puts
+    # on, would look it up there again. Checked on 2.11 and 2.13.
+    with torch._C.DisableTorchFunction():
+        return bytes(torch._C.TensorBase.numpy(generator.get_state()).tobytes())
+
+
+def generator_key(generator: torch.Generator) -> int:
+    return int(generator._cdata)
+
+
+class RandomTrail:
+    """The states seen so far, and the save and restore ops that a replay needs."""
+
+    def __init__(
+        self,
+        generators: Sequence[torch.Generator] = (),
+        device: torch.device = torch.device("cpu"),  # noqa: B008
+    ) -> None:
+        self._defaults = default_generators(device)
+        self._current: dict[torch.Generator, bytes] = {}
+        self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
+        self._slots: dict[_Point, int] = {}
+        self._restores: list[tuple[int, Op]] = []
+        # The dispatcher hands a generator over in a new wrapper each time; the thing inside is what counts.
+        self._known = {generator_key(g): g for g in (*self._defaults, *generators)}
+        for generator in self._known.values():
+            state = self._current[generator] = _state(generator)
+            self._seen[generator, state] = _Point(0, generator)
+        self._begin = [(generator, generator.get_state()) for generator in self._current]
+
+    def rewind_(self) -> None:
+        """Sets every generator back to where the step began."""
+        for generator, state in self._begin:
+            generator.set_state(state)
+
+    def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
+        """Called before a random op (and, for every generator, at the end of the step)."""
+        if generator is None:  # the op draws from one of these, by the device of its result
+            for each in self._defaults:
+                self.before(each, position, site)
+            return
+        own = self._known.get(generator_key(generator))
+        if own is None:
+            where = f" at {site.describe()}" if site else ""
+            raise CaptureError(
+                f"the step draws from a generator{where} that was made inside the step, or is out of takeback's sight. "
+                f"A replay would go on drawing from it instead of making it anew. Make it before the step and keep it "
+                f"where loss_fn or the model can be seen to hold it."
+            )
+        now = _state(own)
+        if now != self._current[own]:
+            self._jump(own, now, position, site)
+        self._seen.setdefault((own, now), _Point(position, own))
+
+    def after(self, generator: torch.Generator | None, position: int) -> None:
+        """Called after a random op that ran as the op before `position`."""
+        if generator is None:
+            for each in self._defaults:
+                self.after(each, position)
+            return
+        own = self._known[generator_key(generator)]
+        state = self._current[own] = _state(own)
+        self._seen.setdefault((own, state), _Point(position, own))
+
+    def finish(self, position: int) -> None:
+        for generator in tuple(self._current):
+            self.before(generator, position, None)
+
+    def _jump(self, generator: torch.Generator, state: bytes, position: int, site: Site | None) -> None:
+        point = self._seen.get((generator, state))
+        if point is None:
+            where = f" before {site.describe()}" if site else " in the step"
+            raise CaptureError(
+                f"the random state was set{where} to one that this step had not seen (torch.manual_seed or "
+                f"set_rng_state inside the step). A replay would draw other numbers than eager. "
+                f"Seed before the step, or give the op a generator of its own."
+            )
+        slot = self._slots.setdefault(point, len(self._slots))
+        restore = Op(Special.RESTORE_RANDOM, (slot, generator), {}, (), phase=Phase.FORWARD, site=site)
+        self._restores.append((position, restore))
+        self._current[generator] = state
+
+    def weave(self, ops: list[Op]) -> list[Op]:
+        """The ops with the saves and restores put in where they belong."""
+        extra: dict[int, list[Op]] = {}
+        for point, slot in self._slots.items():
+            save = Op(Special.SAVE_RANDOM, (slot, point.generator), {}, ())
+            extra.setdefault(point.position, []).append(save)
+        for position, restore in self._restores:
+            extra.setdefault(position, []).append(restore)
+        if not extra:
+            return ops
+        woven: list[Op] = []
+        for position in range(len(ops) + 1):
+            woven.extend(extra.get(position, ()))
+            woven.extend(ops[position : position + 1])
+        return woven

@@ -1,0 +1,60 @@
+"""Finds the line of the user's code behind an op: the innermost Python frame outside torch and takeback's compiler.
+
+An op of the backward pass has no such frame; it gets the line of the forward op whose autograd node is running.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import FrameType
+
+import torch
+
+from takeback.compiler.program import Site
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep  # all of takeback
+_ZOO = os.path.join(_OURS, "zoo") + os.sep
+
+
+def belongs_to_user(frame: FrameType) -> bool:
+    """False for torch's frames and for takeback's own, the zoo's models excepted."""
+    file = frame.f_code.co_filename
+    if file.startswith((_TORCH, "<")):
+        return False
+    return not file.startswith(_OURS) or file.startswith(_ZOO)
+
+
+class Sites:
+    """Remembers the line of every autograd node made in the forward, to name it in the backward."""
+
+    def __init__(self) -> None:
+        self._by_node: dict[int, Site] = {}
+        self._seen: dict[tuple[str, int], Site] = {}
+
+    def here(self) -> Site | None:
+        """The user's line for the op being dispatched right now."""
+        # Checked on 2.11 and 2.13: the node of the op in flight is made before its kernel is dispatched,
+        # so its sequence number is the counter minus one; in the backward the engine knows the running node.
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            return self._by_node.get(node._sequence_nr())
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not belongs_to_user(frame):
+            frame = frame.f_back
+        if frame is None:
+            return None
+        site = self._site(frame)
+        # The first op after a node is made is the node's own; later ones without a node of theirs are not.
+        self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, site)
+        return site
+
+    def _site(self, frame: FrameType) -> Site:
+        key = (frame.f_code.co_filename, frame.f_lineno)
+        site = self._seen.get(key)
+        if site is None:
+            text = linecache.getline(*key).strip()
+            site = self._seen[key] = Site(key[0], key[1], frame.f_code.co_name, text)
+        return site

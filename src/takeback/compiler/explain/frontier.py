@@ -1,0 +1,227 @@
+"""`Frontier`: the peak of a step against its predicted time, from no rebuilding to the lowest peak there is.
+
+Built from the points that the pass `recompute` found; shown as a table and a picture of at most 80 columns, as JSON, or
+as a page. All byte counts are of tensors, and mean what they mean in a `Report`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from takeback.compiler.explain.text import WIDTH, clean, heading, show_bytes, show_count, show_share, wrapped
+from takeback.compiler.passes.again import stand_in
+from takeback.compiler.passes.recompute import Point
+from takeback.compiler.program import Op, Program
+
+ROWS, COLUMNS = 11, 60
+"""The size of the picture in characters, without its axes."""
+
+NOTHING = "No way of rebuilding was found that lowers the peak of this step."
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """One point: what to ask for, and what the step then comes to."""
+
+    memory: str  #: the setting of `memory=` that gives it
+    peak_bytes: int  #: as `Report.peak_bytes`, before placement
+    share: float  #: of eager's peak, both above resident
+    step_s: float  #: predicted, with what is run again
+    added_s: float
+    added_share: float  #: of the step without rebuilding
+    rebuilt_ops: int
+    rebuilt: Mapping[str, int]  #: how many of each kind, the most costly kind first
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Peak against predicted time. Each point has a lower peak than the one before it, and takes more time."""
+
+    points: tuple[Tradeoff, ...]  #: the first is memory="keep", the last memory="min"
+    auto: Tradeoff  #: what memory="auto" chooses; it need not be one of the points
+    eager_peak_bytes: int
+    resident_bytes: int
+    torch_version: str = torch.__version__
+
+    def __str__(self) -> str:
+        return "\n\n".join("\n".join(line.rstrip() for line in part) for part in _parts(self) if part)
+
+    @property
+    def rows(self) -> tuple[Tradeoff, ...]:
+        """The points and "auto", the highest peak first; "auto" once only where it is one of the points."""
+        if self.auto in self.points:
+            return self.points
+        return tuple(sorted((*self.points, self.auto), key=lambda t: (-t.peak_bytes, t.added_s)))
+
+    def name(self, tradeoff: Tradeoff) -> str:
+        """`0.53x`, `auto`, or `keep, auto` where both are the same."""
+        same = tradeoff == self.auto and tradeoff.memory != "auto"
+        return f"{tradeoff.memory}, auto" if same else tradeoff.memory
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Writes one self-contained page and returns its path."""
+        from takeback.compiler.explain.frontier_html import as_html
+
+        target = Path(path)
+        target.write_text(as_html(self), encoding="utf-8")
+        return target
+
+
+def build_frontier(
+    points: Sequence[Point],
+    auto: Point,
+    program: Program,
+    *,
+    step_s: float,
+    seconds: Callable[[Op], float],
+    eager_bytes: int,
+    resident_bytes: int,
+    undo_bytes: int = 0,
+    kept_grad_bytes: int = 0,
+) -> Frontier:
+    """`points` from the highest peak to the lowest; their choices are positions in `program`. `eager_bytes` is what
+    eager holds above `resident_bytes`."""
+    # As in a report: what is returned is copied out at the end, when little else is alive.
+    at_end = 2 * (sum(r.numel * r.dtype.itemsize for r in program.returned) + kept_grad_bytes)
+
+    def tradeoff(memory: str, point: Point) -> Tradeoff:
+        above = undo_bytes + max(point.peak_bytes, at_end)
+        again = [stand_in(program.ops[each.op], program.device_type) for each in point.choice.rebuilds]
+        rebuilt = _kinds(again, seconds)
+        return Tradeoff(
+            memory,
+            resident_bytes + above,
+            above / max(eager_bytes, 1),
+            step_s + point.added_s,
+            point.added_s,
+            point.added_s / step_s if step_s else 0.0,
+            len(point.choice.rebuilds),
+            rebuilt,
+        )
+
+    made: list[Tradeoff] = []
+    for point in points:
+        memory = "min" if point is points[-1] else ""
+        one = tradeoff("keep" if not made else memory, point)
+        made.append(one if one.memory else dataclasses.replace(one, memory=_asked(one.share, made[-1].share)))
+    chosen = tradeoff("auto", auto)
+    same = [t for t in made if (t.peak_bytes, t.added_s) == (chosen.peak_bytes, chosen.added_s)]
+    return Frontier(tuple(made), same[0] if same else chosen, resident_bytes + eager_bytes, resident_bytes)
+
+
+def _asked(share: float, above: float) -> str:
+    """The roundest part of eager's peak that is met by a point with this `share`, and not by the one `above` it."""
+    for digits in (2, 3):
+        rounded = math.ceil(share * 10**digits) / 10**digits
+        if rounded < above:
+            break
+    return f"{rounded:.{digits}f}x"
+
+
+def _kinds(ops: Sequence[Op], seconds: Callable[[Op], float]) -> dict[str, int]:
+    count: dict[str, int] = {}
+    cost: dict[str, float] = {}
+    for op in ops:
+        name = op.name.partition(".")[0]
+        count[name] = count.get(name, 0) + 1
+        cost[name] = cost.get(name, 0.0) + seconds(op)
+    return {name: count[name] for name in sorted(count, key=lambda n: (-cost[n], n))}
+
+
+def show_kinds(rebuilt: Mapping[str, int]) -> str:
+    """`gelu x4, addmm x2`."""
+    return ", ".join(f"{clean(name)} x{count:,}" for name, count in rebuilt.items())
+
+
+def show_seconds(seconds: float) -> str:
+    """`12.3 us`, `4.56 ms`, `1.23 s`."""
+    scale, unit = next(((f, u) for f, u in ((1e6, "us"), (1e3, "ms")) if seconds * f < 999.5), (1.0, "s"))
+    number = seconds * scale
+    return f"{number:,.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {unit}"
+
+
+def share_ticks(most: float) -> list[float]:
+    """0 and a few round shares up to `most`."""
+    step = 10.0 ** math.floor(math.log10(max(most, 1e-6)))
+    step = next(step * part for part in (0.2, 0.5, 1.0, 2.0) if most / (step * part) <= 6)
+    return [i * step for i in range(int(most / step + 1e-9) + 1)]
+
+
+# -- the text ----------------------------------------------------------------------------------------------------
+
+
+def _parts(frontier: Frontier) -> list[list[str]]:
+    if len(frontier.points) == 1:
+        return [_table(frontier), [NOTHING]]
+    return [_table(frontier), _picture(frontier), _again(frontier)]
+
+
+def _table(frontier: Frontier) -> list[str]:
+    lines = [f"{'memory':<12}{'peak':>12}{'above resident':>17}{'x eager':>9}{'step':>11}{'added':>9}{'run again':>10}"]
+    eager, resident = frontier.eager_peak_bytes, frontier.resident_bytes
+    lines.append(f"{'eager':<12}{show_bytes(eager):>12}{show_bytes(eager - resident):>17}{'1.000':>9}")
+    for t in frontier.rows:
+        lines.append(
+            f"{frontier.name(t):<12}{show_bytes(t.peak_bytes):>12}{show_bytes(t.peak_bytes - resident):>17}"
+            f"{t.share:>9.3f}{show_seconds(t.step_s):>11}{show_share(t.added_share):>9}{t.rebuilt_ops:>10,}"
+        )
+    lines += wrapped(
+        f"Peaks are before placement, {show_bytes(resident)} resident included; times are predicted for this machine.",
+        "",
+        "",
+    )
+    return lines
+
+
+def _picture(frontier: Frontier) -> list[str]:
+    """Up: the peak above resident, of eager's. Across: added time. The line is the lowest peak for that much time."""
+    rows = frontier.rows
+    shares, times = [t.share for t in rows], [t.added_share for t in rows]
+    top, bottom, most = max(shares), min(shares), max(max(times), 1e-9)
+    cells = [[" "] * COLUMNS for _ in range(ROWS)]
+
+    def x(t: Tradeoff) -> int:
+        return round((COLUMNS - 1) * t.added_share / most)
+
+    def y(t: Tradeoff) -> int:
+        return round((ROWS - 1) * (top - t.share) / max(top - bottom, 1e-9))
+
+    for here, after in zip(frontier.points, frontier.points[1:], strict=False):
+        for column in range(x(here), x(after) + 1):
+            cells[y(here)][column] = "."
+        for row in range(y(here) + 1, y(after)):
+            cells[row][x(after)] = ":"
+    for t in rows:
+        cells[y(t)][x(t)] = "A" if t == frontier.auto else "o"
+    lines = [heading("Peak above resident, x eager, against added time (A: auto)")]
+    for row, line in enumerate(cells):
+        label = f"{top - (top - bottom) * row / (ROWS - 1):.2f}" if row % 2 == 0 else ""
+        lines.append(f"{label:>8} |{''.join(line)}")
+    lines.append(f"{'':>8} +{'-' * COLUMNS}")
+    axis = [" "] * (WIDTH - 10)
+    for tick in share_ticks(most):
+        text, at = f"{100 * tick:.3g} %", round((COLUMNS - 1) * tick / most)
+        axis[at : at + len(text)] = text
+    lines.append(" " * 10 + "".join(axis[: WIDTH - 10]))
+    return lines
+
+
+def _again(frontier: Frontier) -> list[str]:
+    lines = [heading("What is run again")]
+    for t in frontier.rows:
+        # A kind and its count stay on one line.
+        text = show_kinds(t.rebuilt).replace(" x", "\0x") or "nothing"
+        count = show_count(t.rebuilt_ops, "op") + ": " if t.rebuilt_ops else ""
+        lines += [line.replace("\0", " ") for line in wrapped(count + text, f"{frontier.name(t):<12}", " " * 12)]
+    return lines

@@ -1,0 +1,306 @@
+"""A report in, a plain table of at most 80 columns out: what the user wants to know first comes first.
+
+The same report gives the same text; a line of the user's code is shown as `file.py:66`, whatever its folder.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.report import Report
+from takeback.compiler.ownership.facts import Refused
+from takeback.compiler.passes.draft import Refusal
+
+WIDTH = 80
+LARGEST = 8
+"""How many values at the peak, and how many groups of copies and of refusals, are listed."""
+
+IN_UPDATE = "in the optimizer's update"
+"""Where an op of the update is: it has no line of the user's."""
+
+MEANING = {
+    Fate.MOVED: "eager copies it; here the bytes are handed on",
+    Fate.OVERWRITTEN: "written onto an operand that dies",
+    Fate.PACKED: "has a fixed place in a larger buffer",
+    Fate.PLACED: "has bytes of its own in the arena",
+    Fate.RECOMPUTED: "dropped over the peak, and made again here",
+    Fate.COPIED: "copied, for the reasons below",
+    Fate.SCRATCH: "taken inside an op, in the arena",
+    Fate.PASSED: "taken inside an op, from malloc",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Copies or refusals with one reason. `example` is the largest of them."""
+
+    decision: str
+    reason: str
+    count: int
+    size_bytes: int
+    example: str
+
+
+def as_text(report: Report) -> str:
+    sections = [
+        _headline(report),
+        _fates(report),
+        _at_peak(report),
+        _groups("Copies", "copied", copy_groups(report)),
+        _groups("Refusals", "refused", refusal_groups(report)),
+        [line for note in report.notes for line in wrapped(clean(note), first="note: ", rest="      ")],
+    ]
+    return "\n\n".join("\n".join(line.rstrip() for line in lines) for lines in sections if lines)
+
+
+# -- what the page shares with the text --------------------------------------------------------------------------
+
+
+def show_bytes(size_bytes: float) -> str:
+    """`512 B`, `12.3 KiB`, `5.29 MiB`, `1.25 GiB`."""
+    if size_bytes < 1024:
+        return f"{size_bytes:.0f} B"
+    for unit, digits in (("KiB", 1), ("MiB", 2), ("GiB", 2)):
+        size_bytes /= 1024
+        if round(size_bytes, digits) < 1024:
+            return f"{size_bytes:.{digits}f} {unit}"
+    return f"{size_bytes / 1024:.2f} TiB"
+
+
+def show_ratio(ours: float, theirs: float) -> str:
+    return f"{ours / theirs:.2f}x" if theirs else "-"
+
+
+def show_share(share: float) -> str:
+    """`3.1 %`."""
+    return f"{100 * share:.1f} %"
+
+
+def show_count(count: int, what: str) -> str:
+    """`1 op`, `24 ops`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def added_time(report: Report) -> str:
+    """What rebuilding is predicted to cost, of the step without it."""
+    return f"{show_share(report.added_s / report.step_s)} more time, predicted" if report.step_s else "time not known"
+
+
+def short_line(line: str) -> str:
+    """`file.py:66` of `/home/me/file.py:66`."""
+    return clean(re.split(r"[/\\]", line)[-1])
+
+
+def clean(text: str) -> str:
+    """One printable line: a name or a path may hold anything."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
+def headline(report: Report) -> list[tuple[str, str, str, str]]:
+    """Rows of (figure, takeback, eager, ratio); the first one is what matters most."""
+    ours, eager, resident = report.peak_bytes, report.eager_peak_bytes, report.resident_bytes
+    return [
+        ("peak", show_bytes(ours), show_bytes(eager), show_ratio(ours, eager)),
+        (
+            "above resident",
+            show_bytes(ours - resident),
+            show_bytes(eager - resident),
+            show_ratio(ours - resident, eager - resident),
+        ),
+    ]
+
+
+def peak_position(report: Report) -> int:
+    """The first op at which the most bytes of the arena are alive."""
+    return max(range(len(report.peak_curve)), key=report.peak_curve.__getitem__, default=0)
+
+
+def at_peak(report: Report) -> list[Entry]:
+    """The values that own bytes of the arena at the peak, largest first; bytes that change hands there count once."""
+    position = peak_position(report)
+    alive = [
+        e
+        for e in report.ledger
+        if e.offset_bytes is not None
+        and e.start is not None
+        and e.end is not None
+        and e.start <= position < e.end
+        and e.size_bytes
+    ]
+    owners: list[Entry] = []
+    taken: list[tuple[int, int]] = []
+    for e in sorted(alive, key=lambda e: (-e.size_bytes, -(e.start or 0))):
+        start = e.offset_bytes or 0
+        if all(start >= b or start + e.size_bytes <= a for a, b in taken):
+            owners.append(e)
+            taken.append((start, start + e.size_bytes))
+    return owners
+
+
+def fates(report: Report) -> list[tuple[Fate, int, int]]:
+    """Fate, number of values and their bytes, for every fate that occurs."""
+    rows = []
+    for fate in Fate:
+        sizes = [e.size_bytes for e in report.ledger if e.fate is fate]
+        if sizes:
+            rows.append((fate, len(sizes), sum(sizes)))
+    return rows
+
+
+def copy_groups(report: Report) -> list[Group]:
+    """The copies of the ledger by reason, most bytes first."""
+    copied = [e for e in report.ledger if e.fate is Fate.COPIED]
+    return _grouped(copied, lambda e: ("copy", str(e.reason)), lambda e: _example(e.value, e.op, e.line))
+
+
+def refusal_groups(report: Report) -> list[Group]:
+    """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last."""
+
+    def example(r: Refusal) -> str:
+        return _example("", r.op, IN_UPDATE if _is_of_update(r) else str(r.site or ""))
+
+    def grouped(refusals: Sequence[Refusal]) -> list[Group]:
+        return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
+
+    others = grouped([r for r in report.refusals if not _is_of_update(r)])
+    return others + grouped([r for r in report.refusals if _is_of_update(r)])
+
+
+def _is_of_update(refusal: Refusal) -> bool:
+    """The update reads the caller's parameters and state, and no line of the user's runs it."""
+    return refusal.site is None and refusal.reason == Refused.BORROWED
+
+
+def _example(value: str, op: str, line: str) -> str:
+    where = f" {IN_UPDATE}" if line == IN_UPDATE else f" at {short_line(line)}" if line else ""
+    return f"{clean(value)} by {clean(op)}{where}" if value else f"{clean(op)}{where}"
+
+
+def _grouped(
+    rows: Sequence[Entry] | Sequence[Refusal],
+    key: Callable[..., tuple[str, str]],
+    example: Callable[..., str],
+) -> list[Group]:
+    groups: dict[tuple[str, str], list[Entry | Refusal]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    made = [
+        Group(
+            clean(decision),
+            clean(reason),
+            len(members),
+            sum(m.size_bytes for m in members),
+            example(max(members, key=lambda m: m.size_bytes)),
+        )
+        for (decision, reason), members in groups.items()
+    ]
+    return sorted(made, key=lambda g: -g.size_bytes)
+
+
+# -- the sections ------------------------------------------------------------------------------------------------
+
+
+def _headline(report: Report) -> list[str]:
+    def row(name: str, ours: str, eager: str = "", ratio: str = "") -> str:
+        return f"{name:<24}{ours:>14}{eager:>14}{ratio:>10}"
+
+    def note(name: str, ours: str, text: str) -> list[str]:
+        return wrapped(text, first=f"{name:<24}{ours:>14}    ", rest=" " * 42)
+
+    lines = [row("", "takeback", "eager", "ratio")]
+    (peak, *peaks), (above, *aboves) = headline(report)
+    lines += [row(peak, *peaks), row(f"  {above}", *aboves), row("  resident", show_bytes(report.resident_bytes))]
+    lines += [row(f"    {clean(role)}"[:24], show_bytes(size)) for role, size in report.resident.items()]
+    bound = report.lower_bound_bytes
+    lines += note(
+        "arena",
+        show_bytes(report.arena_bytes),
+        f"lower bound {show_bytes(bound)}, {show_ratio(report.arena_bytes, bound)}",
+    )
+    lines += note("allocations per step", f"{report.allocations_per_step:,}", _allocations(report))
+    lines += note("copied per step", show_bytes(report.copied_bytes), "")
+    if report.rebuilt_ops:
+        lines += note("run again per step", show_count(report.rebuilt_ops, "op"), added_time(report))
+    if report.eager_peak_at:
+        op, _, line = report.eager_peak_at.partition(" ")
+        lines += wrapped(f"eager peaks in {_example('', op, line)}; {report.ops:,} ops in the plan", "", "")
+    return lines
+
+
+def _allocations(report: Report) -> str:
+    measured = report.measured
+    if not report.placed:
+        return "and those inside ops, not counted"
+    if measured is None:
+        return "predicted: nothing was replayed yet"
+    outside = measured.misses + measured.passed + measured.worker_new
+    return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
+
+
+def _fates(report: Report) -> list[str]:
+    rows = fates(report)
+    if not rows:
+        return []
+    lines = [heading("Fates"), f"{'fate':<12}{'values':>8}{'bytes':>12}"]
+    for fate, count, size in rows:
+        lines.append(f"{fate.value:<12}{count:>8,}{show_bytes(size):>12}   {MEANING[fate]}")
+    return lines
+
+
+def _at_peak(report: Report) -> list[str]:
+    owners = at_peak(report)
+    if not owners:
+        return []
+    shown = owners[:LARGEST]
+    rows = [(e.value, e.op, short_line(e.line) or "-", e.fate.value, show_bytes(e.size_bytes)) for e in shown]
+    header = ("value", "op", "line", "fate", "bytes")
+    lines = [heading(f"Largest values at the peak (op {peak_position(report)} of {report.ops})")]
+    lines += _columns([header, *rows], most=(12, 23, 16, 11, 10))
+    if len(owners) > len(shown):
+        rest = sum(e.size_bytes for e in owners[len(shown) :])
+        lines.append(f"and {len(owners) - len(shown):,} smaller ones: {show_bytes(rest)}")
+    return lines
+
+
+def _groups(title: str, done: str, groups: Sequence[Group]) -> list[str]:
+    if not groups:
+        return []
+    lines = [heading(title)]
+    for g in groups[:LARGEST]:
+        decision = "" if g.decision == "copy" else f"{g.decision}: "
+        example = f" ({g.example})" if g.count == 1 else f" (largest: {g.example})"
+        first = f"{g.count:>6,} x {show_bytes(g.size_bytes):>11}  "
+        lines += wrapped(f"{decision}{g.reason}{example}", first, " " * len(first))
+    if len(groups) > LARGEST:
+        rest = groups[LARGEST:]
+        count, size = sum(g.count for g in rest), sum(g.size_bytes for g in rest)
+        lines.append(f"and {count:,} more {done} for {len(rest)} other reasons: {show_bytes(size)}")
+    return lines
+
+
+def heading(text: str) -> str:
+    return f"-- {text} ".ljust(WIDTH, "-")
+
+
+def wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False) or [
+        first.rstrip()
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]], most: Sequence[int]) -> list[str]:
+    """Left-aligned columns, the last one right-aligned; what is longer than its column's `most` is cut."""
+    cut = [[_cut(cell, width) for cell, width in zip(row, most, strict=True)] for row in rows]
+    widths = [max(len(row[i]) for row in cut) for i in range(len(most))]
+    ends = [f"{row[-1]:>{widths[-1]}}" for row in cut]
+    starts = ["  ".join(f"{c:<{w}}" for c, w in zip(row[:-1], widths[:-1], strict=True)) for row in cut]
+    return [f"{start}  {end}" for start, end in zip(starts, ends, strict=True)]
+
+
+def _cut(text: str, width: int) -> str:
+    text = clean(text)
+    return text if len(text) <= width else text[: width - 2] + ".."

@@ -1,0 +1,147 @@
+"""What is known of ops: which have a true `out=` kernel, which only allocate or fill, and which of its operands an op
+may write its result onto. Every fact about overwriting is proved by tests/ownership/test_facts.py, bit for bit.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Mapping
+
+import torch
+
+from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Region, Special
+
+aten = torch.ops.aten
+
+#: Results that hold whatever the bytes held before: no kernel runs.
+EMPTY = frozenset(
+    (
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.empty_permuted.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    )
+)
+
+#: Results that are one number all over: (where the number is among the arguments, or the number itself).
+FILL: Mapping[OpOverload, tuple[int | None, float]] = {
+    aten.zeros.default: (None, 0),
+    aten.zeros_like.default: (None, 0),
+    aten.new_zeros.default: (None, 0),
+    aten.ones.default: (None, 1),
+    aten.ones_like.default: (None, 1),
+    aten.new_ones.default: (None, 1),
+    aten.full.default: (1, 0),
+    aten.full_like.default: (1, 0),
+    aten.new_full.default: (2, 0),
+    aten.scalar_tensor.default: (0, 0),
+}
+
+#: Results that are the first argument's values in other bytes, strides or dtype: `copy_` gives the same.
+COPY = frozenset((aten.clone.default, aten._to_copy.default))
+
+#: Hand-written `out=` kernels that nevertheless allocate, compute and copy (checked on 2.13).
+_UNTRUE_OUT = frozenset(("native_batch_norm", "_native_batch_norm_legit", "batch_norm_elemt", "_fused_dropout"))
+
+#: Ops beyond the pointwise ones whose first result may be written onto these operands (by position).
+#: They finish reading a row before they write it, and read nothing of a row afterwards.
+_ROWWISE: Mapping[OpOverload, tuple[int, ...]] = {
+    aten._softmax.default: (0,),
+    aten._log_softmax.default: (0,),
+    aten._softmax_backward_data.default: (0, 1),
+    aten._log_softmax_backward_data.default: (0, 1),
+    aten.native_layer_norm.default: (0,),
+    aten.native_layer_norm_backward.default: (0, 1),
+}
+
+
+class Refused(enum.StrEnum):
+    """Why a result was not written onto an operand."""
+
+    BORROWED = "the operand belongs to the caller"
+    READ_LATER = "the operand is read again later"
+    RETURNED = "the operand is returned to the caller"
+    GEOMETRY = "the operand has another shape, stride or dtype"
+    PART = "the operand is only a part of its buffer"
+    OVERLAP = "another operand looks at the same bytes in another order"
+
+
+@functools.cache
+def out_overload(target: OpOverload) -> OpOverload | None:
+    """The overload of the same op that writes into given results without allocating them, if there is one."""
+    schema = target._schema
+    if schema.name.split("::")[1] in _UNTRUE_OUT or schema.is_mutable:
+        return None
+    packet = target.overloadpacket
+    wanted = [(a.name, str(a.type)) for a in schema.arguments]
+    for name in packet.overloads():
+        candidate = getattr(packet, name)
+        arguments = candidate._schema.arguments
+        outs = [a for a in arguments if a.is_out]
+        plain = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+        if outs and plain == wanted and torch.Tag.generated not in candidate.tags:
+            return candidate
+    return None
+
+
+@functools.cache
+def inplace_overload(target: OpOverload) -> OpOverload | None:
+    """The in-place form of a pointwise op that has no true `out=` kernel (relu, masked_fill), if there is one."""
+    if torch.Tag.pointwise not in target.tags or out_overload(target) is not None:
+        return None
+    packet = getattr(aten, target._schema.name.split("::")[1] + "_", None)
+    overload = getattr(packet, target._overloadname, None)
+    if overload is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    arguments = overload._schema.arguments
+    same = [(a.name, str(a.type)) for a in arguments] == wanted
+    return overload if same and arguments[0].alias_info is not None and arguments[0].alias_info.is_write else None
+
+
+def overwritable_operands(op: Op) -> tuple[int, ...]:
+    """The positions of the operands that the op's first result may be written onto, as far as its kernel goes."""
+    target = op.target
+    if isinstance(target, Special) or op.mutates or op.holds is not None:
+        return ()
+    if target in _ROWWISE:
+        first = op.args[0]
+        assert isinstance(first, Region)
+        dim = op.args[1]
+        if target in (aten._softmax.default, aten._log_softmax.default):
+            last = dim in (-1, len(first.shape) - 1)
+            return _ROWWISE[target] if last and _contiguous(first) else ()
+        if target in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
+            last = op.args[2] in (-1, len(first.shape) - 1)
+            return _ROWWISE[target] if last and _contiguous(first) else ()
+        return _ROWWISE[target] if _contiguous(first) else ()
+    if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
+        return ()
+    if out_overload(target) is not None:
+        return tuple(range(len(op.args)))
+    return (0,) if inplace_overload(target) is not None else ()
+
+
+def _contiguous(region: Region) -> bool:
+    expected = 1
+    for extent, step in zip(reversed(region.shape), reversed(region.stride), strict=True):
+        if extent != 1 and step != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def geometry_refusal(op: Op, result: Region, operand: Region, buffers: Mapping[BufferId, Buffer]) -> Refused | None:
+    """Why shapes, strides or other operands forbid the overwriting; None if they allow it."""
+    if not result.same_place(operand) or not result.packed:
+        return Refused.GEOMETRY
+    size = buffers[operand.buffer].size_bytes
+    if operand.span_bytes != (0, size) or buffers[result.buffer].size_bytes != size:
+        return Refused.PART
+    for other in op.inputs:
+        if other.buffer == operand.buffer and not other.same_place(operand):
+            return Refused.OVERLAP
+    return None

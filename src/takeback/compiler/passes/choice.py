@@ -1,0 +1,78 @@
+"""What is rebuilt, as data: a `Choice` is a set of "run op i again just before op j", and nothing else.
+
+    keep:     v = gelu(h) ............ v is alive over the peak ............ mm(dy, v)
+    rebuild:  v = gelu(h) .. v dies ..         (h is alive anyway)     .. v' = gelu(h); mm(dy, v')
+
+Everything else follows from it: a read means the newest copy of a value, and what is not read again dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from takeback.compiler.passes.again import gives, run_again
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.program import Buffer, BufferId, Op, Region, map_regions
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rebuild:
+    """The op at position `op` runs again just before the one at `before`; positions are those of the given program."""
+
+    before: int
+    op: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to rebuild. What is not rebuilt is kept."""
+
+    rebuilds: tuple[Rebuild, ...] = ()
+
+
+def fixed_buffers(draft: Draft) -> frozenset[BufferId]:
+    """Buffers that are never replaced by a copy: what outlives the step, and what is written more than once."""
+    program = draft.program
+    written = {b for op in program.ops for b in op.mutates}
+    return draft.kept | written | {r.buffer for r in (*program.returned, *program.grads.values())}
+
+
+def apply(draft: Draft, choice: Choice) -> Draft:
+    """The program with the chosen ops run again, and their later readers reading the new results."""
+    program = draft.program
+    fixed = fixed_buffers(draft)
+    buffers: dict[BufferId, Buffer] = dict(program.buffers)
+    todo: dict[int, list[int]] = {}
+    for each in sorted(choice.rebuilds):
+        todo.setdefault(each.before, []).append(each.op)
+    newest: dict[BufferId, BufferId] = {}
+    rebuilt: set[BufferId] = set()
+    out: list[Op] = []
+    for position, op in enumerate(program.ops):
+        for again in todo.get(position, ()):
+            source = program.ops[again]
+            made, copies = run_again(source, program.device_type, buffers)
+            out += [_reading(one, newest) for one in made]
+            rebuilt |= {r.buffer for one in made for r in one.outputs}
+            newest |= {
+                old: copies[old] for old in (r.buffer for r in gives(source, program.device_type)) if old not in fixed
+            }
+        out.append(_reading(op, newest))
+    return replace(
+        draft, program=replace(program, ops=tuple(out), buffers=buffers), rebuilt=draft.rebuilt | frozenset(rebuilt)
+    )
+
+
+def _reading(op: Op, newest: Mapping[BufferId, BufferId]) -> Op:
+    """The op, reading the newest copy of each of its operands."""
+    if not any(r.buffer in newest for r in op.inputs):
+        return op
+
+    def change(region: Region) -> Region:
+        target = newest.get(region.buffer)
+        return region if target is None else replace(region, buffer=target)
+
+    args = map_regions(op.args, change)
+    assert isinstance(args, tuple)
+    return replace(op, args=args, kwargs={k: map_regions(v, change) for k, v in op.kwargs.items()})

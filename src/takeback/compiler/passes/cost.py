@@ -1,0 +1,116 @@
+"""How long an op takes, predicted: the bytes it moves and the operations it does, against a machine's rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from takeback.compiler.ownership.facts import EMPTY
+from takeback.compiler.program import Argument, Op, Region, Special
+
+aten = torch.ops.aten
+
+#: One exponential or the like per element: on a CPU these are bound by arithmetic, not by memory.
+_MATHS = frozenset(
+    (
+        *("gelu", "gelu_backward", "silu", "silu_backward", "sigmoid", "tanh", "exp", "log", "erf", "softplus", "mish"),
+        *("elu", "_softmax", "_log_softmax", "sin", "cos", "pow", "log_sigmoid_forward", "logsumexp"),
+    )
+)
+#: How often an op goes over its operands where it is more than once (measured on CPUs, benchmarks/frontier.py).
+_TIMES = {
+    "native_layer_norm": 2,
+    "native_group_norm": 2,
+    "native_layer_norm_backward": 2,
+    "native_batch_norm_backward": 2,
+}
+_TRAINING_NORM = 4
+_WINDOWS = frozenset(("max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_indices", "avg_pool3d"))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second, as run/calibrate.py measured it."""
+
+    bytes_per_s: float
+    maths_per_s: float  #: elements of an exponential function, or of the like
+    op_s: float  #: what any op costs, however small
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)  #: of a matrix product, by dtype
+    convolution: float = 1.0  #: operations a second of a convolution, relative to a matrix product's
+    attention: float = 1.0  #: of a fused attention
+
+    def product(self, dtype: torch.dtype) -> float:
+        name = str(dtype).removeprefix("torch.")
+        return self.flops_per_s.get(name) or self.flops_per_s["float32"]
+
+
+def seconds(op: Op, rates: Rates) -> float:
+    """The predicted time of one op."""
+    if isinstance(op.target, Special) or op.target in EMPTY:
+        return 0.0
+    name = op.target._schema.name.split("::")[1]
+    outputs = op.outputs
+    moved = sum(_bytes(r) for r in dict.fromkeys((*op.inputs, *outputs)))
+    times = _TIMES.get(name, 1)
+    if name == "native_batch_norm" and op.args[5]:
+        times = _TRAINING_NORM
+    time = times * moved / rates.bytes_per_s
+    if name in _MATHS:
+        time = max(time, outputs[0].numel / rates.maths_per_s)
+    if name in _WINDOWS:
+        time = max(time, outputs[0].numel * math.prod(_window(op.args[1])) / rates.maths_per_s)
+    flops = operations(op)
+    if flops:
+        rate = rates.product(outputs[0].dtype if outputs else torch.float32)
+        if name.startswith("convolution"):
+            rate *= rates.convolution
+        elif name.startswith("_scaled_dot_product"):
+            rate *= rates.attention
+        time = max(time, flops / rate)
+    return rates.op_s + time
+
+
+def _window(arg: Argument) -> tuple[int, ...]:
+    return tuple(int(n) for n in arg) if isinstance(arg, tuple) else ()
+
+
+def operations(op: Op) -> int:
+    """Floating-point operations of a matrix product, a convolution or an attention; 0 for everything else."""
+    target = op.target
+    if isinstance(target, Special):
+        return 0
+    if target.namespace == "aten" and "_scaled_dot_product" in target._schema.name:
+        return _attention(op)
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is None:
+        return 0
+    args = [a.shape if isinstance(a, Region) else a for a in op.args]
+    results = tuple(r.shape if isinstance(r, Region) else r for r in op.results)
+    kwargs = {k: v.shape if isinstance(v, Region) else v for k, v in op.kwargs.items()}
+    return int(formula(*args, **kwargs, out_val=results if len(results) > 1 else results[0]))
+
+
+def _attention(op: Op) -> int:
+    """Two products forward, five backward; half of that where the mask is causal."""
+    backward = "backward" in op.name
+    shapes = [r.shape for r in op.inputs if len(r.shape) == 4]
+    query, key, value = shapes[1:4] if backward else shapes[:3]
+    batch, heads, rows, width = query
+    product = 2 * batch * heads * rows * key[2]
+    total = product * (3 * width + 2 * value[3]) if backward else product * (width + value[3])
+    return int(total // 2 if _causal(op) else total)
+
+
+def _causal(op: Op) -> bool:
+    assert not isinstance(op.target, Special)
+    names = [a.name for a in op.target._schema.arguments]
+    place = names.index("is_causal")
+    return bool(op.args[place] if len(op.args) > place else op.kwargs.get("is_causal", False))
+
+
+def _bytes(region: Region) -> int:
+    return int(region.numel * region.dtype.itemsize)

@@ -1,0 +1,82 @@
+"""What passes hand to one another: the program so far, the placement of every buffer, and what was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from takeback.compiler.program import BufferId, Program, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The buffer gets bytes of its own in the arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrites:
+    """The buffer takes the bytes of `buffer`, which dies at the op at position `op`."""
+
+    buffer: BufferId
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The buffer is a slice of a larger one, named `buffer`, `offset_bytes` above its start. Its bytes are its own from
+    first write to last use; the larger buffer as a whole exists only while all of its slices do."""
+
+    buffer: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """The bytes are the caller's."""
+
+
+Placement = Fresh | Overwrites | Packed | Borrowed
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A decision that was not taken, and why."""
+
+    decision: str
+    op: str
+    buffer: BufferId
+    size_bytes: int
+    reason: str
+    site: Site | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A copy that eager makes and the plan does not: `copy` is the same bytes as `source`."""
+
+    op: str
+    copy: BufferId
+    source: BufferId
+    size_bytes: int
+    site: Site | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A program on its way to a plan. `kept` are buffers that must last to the end of the step."""
+
+    program: Program
+    kept: frozenset[BufferId] = frozenset()
+    placements: Mapping[BufferId, Placement] = field(default_factory=dict)
+    moves: tuple[Moved, ...] = ()
+    rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
+    refusals: tuple[Refusal, ...] = ()
+
+
+def slot_of(draft: Draft, buffer: BufferId) -> BufferId:
+    """Follows overwritings back to the buffer that brought the bytes."""
+    placement = draft.placements.get(buffer)
+    while isinstance(placement, Overwrites):
+        buffer = placement.buffer
+        placement = draft.placements.get(buffer)
+    return buffer

@@ -1,0 +1,277 @@
+"""A `Problem` comes in, a `Solution` goes out: offsets found greedily, the same ones for the same problem.
+
+Items are placed one by one into gaps that are free during their whole lifetime, by a handful of strategies:
+an order, a fit, and which items hang from the ceiling. Items that stick out are promoted, and the strategy is
+tried again. The smallest arena is kept; the search ends at the lower bound or when its work is spent.
+
+Packs are put down before all else, hung from the ceiling or piled up from 0: what is left is placed around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from takeback.compiler.plan.problem import Item, Problem, Solution, aligned_bytes, lower_bound_bytes
+
+# The search is bounded by placements, not by seconds: a plan must not depend on the machine that made it.
+MOST_PLACEMENTS = 40_000
+FEWEST_ATTEMPTS = 3
+# More than a few promoted items at once would reshuffle everything and lose what the order was good at.
+MOST_PROMOTED_MOMENTS = 8
+# Items whose busiest moments differ by less than a twentieth of the peak count as equally contended.
+PRESSURE_LEVELS = 20
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The items that occupy bytes, as columns.
+
+    `busiest` is the moment of an item's lifetime with the most live bytes, `pressure` is how many there are.
+    """
+
+    sizes: Ints
+    starts: Ints
+    ends: Ints
+    busiest: Ints
+    pressure: Ints
+    peak_at: int
+    ceiling: int
+
+
+@dataclass(frozen=True)
+class _Strategy:
+    """`pinned` are the offsets of the packed items, by index; `order` holds the others."""
+
+    name: str
+    order: list[int]
+    best_fit: bool
+    hangs: list[bool]
+    pinned: dict[int, int]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """`sticking_out` holds the items above the ceiling; an attempt that was given up has no offsets."""
+
+    offsets: list[int] | None
+    arena_bytes: int
+    sticking_out: list[int]
+    placements: int
+
+
+def solve(problem: Problem) -> Solution:
+    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item."""
+    occupying = [item for item in problem.items if item.size_bytes]
+    offsets = {item.id: 0 for item in problem.items}
+    if not occupying:
+        return Solution(offsets, 0, "nothing to place")
+    # Ties are broken by position in the table, hence by id.
+    occupying.sort(key=lambda item: item.id)
+    table = _table(occupying, problem)
+    pins = _pins(table, occupying, problem)
+    best, order = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
+    assert best.offsets is not None
+    offsets.update((item.id, offset) for item, offset in zip(occupying, best.offsets, strict=True))
+    return Solution(offsets, best.arena_bytes, order)
+
+
+def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
+    """The best attempt and the name of its strategy: first the plain orders, then rounds with promotions."""
+    best: _Attempt | None = None
+    best_name = ""
+    attempts = placements = 0
+    while strategies:
+        next_round: list[_Strategy] = []
+        for strategy in strategies:
+            attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
+            attempts, placements = attempts + 1, placements + attempt.placements
+            if attempt.offsets is not None:
+                best, best_name = attempt, strategy.name
+            assert best is not None
+            spent = placements >= MOST_PLACEMENTS and attempts >= FEWEST_ATTEMPTS
+            if spent or best.arena_bytes <= table.ceiling:
+                return best, best_name
+            order = _promote(table, strategy.order, attempt.sticking_out)
+            # An order that promotion leaves as it is would only repeat itself.
+            if order != strategy.order:
+                next_round.append(replace(strategy, order=order))
+        strategies = next_round
+    assert best is not None
+    return best, best_name
+
+
+def _table(items: list[Item], problem: Problem) -> _Table:
+    sizes = np.array([aligned_bytes(item.size_bytes, problem.alignment_bytes) for item in items], dtype=np.int64)
+    starts = np.array([item.start for item in items], dtype=np.int64)
+    ends = np.array([item.end for item in items], dtype=np.int64)
+    # Live bytes only grow where an item starts, so the starts are all the moments that matter.
+    moments = np.unique(starts)
+    changes = np.zeros(len(moments) + 1, dtype=np.int64)
+    first, beyond = moments.searchsorted(starts), moments.searchsorted(ends)
+    np.add.at(changes, first, sizes)
+    np.subtract.at(changes, beyond, sizes)
+    live = changes.cumsum()
+    busiest = np.array([a + int(live[a:b].argmax()) for a, b in zip(first.tolist(), beyond.tolist(), strict=True)])
+    return _Table(
+        sizes=sizes,
+        starts=starts,
+        ends=ends,
+        busiest=moments[busiest],
+        pressure=live[busiest],
+        peak_at=int(moments[live.argmax()]),
+        ceiling=lower_bound_bytes(problem),
+    )
+
+
+def _pins(table: _Table, items: list[Item], problem: Problem) -> list[tuple[str, dict[int, int]]]:
+    """Where packs may be put, with a name for it: hung from the ceiling one below the other, or piled up from 0.
+
+    Slices of a flat gradient lie in the order of the parameters, and the last parameter's gradient is born first. Hung
+    from the ceiling they fill the arena downwards, while the pyramid of activations below is taken down from its top.
+    """
+    if not problem.packs:
+        return [("", {})]
+    at = {item.id: index for index, item in enumerate(items)}
+    hung: dict[int, int] = {}
+    piled: dict[int, int] = {}
+    top, bottom = table.ceiling, 0
+    for pack in problem.packs:
+        members = {at[item_id]: distance for item_id, distance in pack.members if item_id in at}
+        height = max((distance + int(table.sizes[index]) for index, distance in members.items()), default=0)
+        top -= height
+        hung |= {index: top + distance for index, distance in members.items()}
+        piled |= {index: bottom + distance for index, distance in members.items()}
+        bottom += height
+    found = [("packs piled; ", piled)]
+    # Packs that are higher than the lower bound together cannot hang from it.
+    return found if top < 0 else [("packs hung; ", hung), *found]
+
+
+def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_Strategy]:
+    """All strategies, the ones that win most often first.
+
+    At the peak the arena must be full, so what lives then goes first, and the longest lived lowest: the
+    activations of a step nest, and the pile becomes a pyramid in time. Gradients are born while it is taken
+    down. Hung from the ceiling, they leave the free bytes between the two in one piece for scratch.
+
+        ceiling ┌──────────────┬───────────
+                │   scratch    │ gradients        forward ──> peak ──> backward ──> update
+                │  ┌────────┐  └──┬────────
+                │┌─┴────────┴─┐   └────────
+        0       └┴────────────┴────────────
+    """
+    lengths = table.ends - table.starts
+    at_peak = (table.starts <= table.peak_at) & (table.peak_at < table.ends)
+    contention = table.pressure * PRESSURE_LEVELS // table.ceiling
+    area = table.sizes.astype(np.float64) * lengths
+    # np.lexsort takes its most significant key last, and is stable: remaining ties keep the order of the ids.
+    orders = {
+        "peak, lifetime": np.lexsort((-table.sizes, -lengths, ~at_peak)),
+        "pressure, lifetime": np.lexsort((-table.sizes, -lengths, -table.pressure)),
+        "contention, size": np.lexsort((-lengths, -table.sizes, -contention)),
+        "contention, lifetime": np.lexsort((-table.sizes, -lengths, -contention)),
+        "lifetime, size": np.lexsort((-table.sizes, -lengths)),
+        "size": np.lexsort((-lengths, -table.sizes)),
+        "area": np.lexsort((-table.sizes, -area)),
+    }
+    fits = [
+        ("peak, lifetime", True),
+        ("peak, lifetime", False),
+        ("pressure, lifetime", True),
+        ("pressure, lifetime", False),
+        ("contention, size", False),
+        ("contention, lifetime", True),
+        ("lifetime, size", True),
+        ("size", False),
+        ("area", False),
+    ]
+    before, after = np.maximum(table.peak_at - table.starts, 0), table.ends - table.peak_at
+    hanging = {
+        "mostly after the peak hangs": after > 2 * before,
+        "born after the peak hangs": table.starts > table.peak_at,
+        "nothing hangs": np.zeros(len(lengths), dtype=np.bool_),
+    }
+    return [
+        _Strategy(
+            name=f"{packing}{order}; {'best' if best_fit else 'first'} fit; {hangs}",
+            order=[index for index in orders[order].tolist() if index not in pinned],
+            best_fit=best_fit,
+            hangs=hanging[hangs].tolist(),
+            pinned=pinned,
+        )
+        for hangs in hanging
+        for order, best_fit in fits
+    ]
+
+
+def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _Attempt:
+    """Places all items in the strategy's order; gives up once the arena is no smaller than `give_up_at`."""
+    sizes, starts, ends = table.sizes.tolist(), table.starts.tolist(), table.ends.tolist()
+    offsets = [0] * len(sizes)
+    arena_bytes = 0
+    sticking_out: list[int] = []
+    # What is placed already, as columns sorted by offset: start, end, first byte, first byte above.
+    placed = np.empty((4, len(sizes)), dtype=np.int64)
+    for at, (index, offset) in enumerate(sorted(strategy.pinned.items(), key=lambda pin: pin[1])):
+        offsets[index] = offset
+        placed[:, at] = starts[index], ends[index], offset, offset + sizes[index]
+        arena_bytes = max(arena_bytes, offset + sizes[index])
+    if give_up_at is not None and arena_bytes >= give_up_at:
+        return _Attempt(None, arena_bytes, sticking_out, len(strategy.pinned))
+    for count, index in enumerate(strategy.order, len(strategy.pinned)):
+        placed_start, placed_end, placed_offset, placed_top = placed[:, :count]
+        rivals = ((placed_start < ends[index]) & (placed_end > starts[index])).nonzero()[0]
+        offset = _lowest_or_best_offset(
+            placed_offset[rivals],
+            placed_top[rivals],
+            size_bytes=sizes[index],
+            ceiling=table.ceiling,
+            best_fit=strategy.best_fit,
+            hangs=strategy.hangs[index],
+        )
+        top = offset + sizes[index]
+        offsets[index] = offset
+        at = int(placed_offset.searchsorted(offset))
+        placed[:, at + 1 : count + 1] = placed[:, at:count]
+        placed[:, at] = starts[index], ends[index], offset, top
+        arena_bytes = max(arena_bytes, top)
+        if top > table.ceiling:
+            sticking_out.append(index)
+        if give_up_at is not None and arena_bytes >= give_up_at:
+            return _Attempt(None, arena_bytes, sticking_out, count + 1)
+    return _Attempt(offsets, arena_bytes, sticking_out, len(sizes))
+
+
+def _lowest_or_best_offset(
+    rival_offsets: Ints, rival_tops: Ints, *, size_bytes: int, ceiling: int, best_fit: bool, hangs: bool
+) -> int:
+    """An offset where `size_bytes` touch no rival: in a gap below the ceiling, else on top of all rivals."""
+    gap_starts = np.zeros(len(rival_offsets) + 1, dtype=np.int64)
+    # Rivals need not overlap one another in time, so their bytes may: a gap starts above all rivals below it.
+    np.maximum.accumulate(rival_tops, out=gap_starts[1:])
+    gap_ends = np.append(rival_offsets, ceiling)
+    gap_sizes = gap_ends - gap_starts
+    fitting = (gap_sizes >= size_bytes).nonzero()[0]
+    if not len(fitting):
+        return int(gap_starts[-1])
+    if best_fit:
+        gap = fitting[gap_sizes[fitting].argmin()]
+    else:
+        gap = fitting[-1 if hangs else 0]
+    return int(gap_ends[gap]) - size_bytes if hangs else int(gap_starts[gap])
+
+
+def _promote(table: _Table, order: list[int], sticking_out: list[int]) -> list[int]:
+    """The order with the items that found no gap first, then all that live at their busiest moments."""
+    crowd = np.zeros(len(table.sizes), dtype=np.bool_)
+    for index in sticking_out[:MOST_PROMOTED_MOMENTS]:
+        crowd |= (table.starts <= table.busiest[index]) & (table.busiest[index] < table.ends)
+    rank = np.where(crowd, 1, 2)
+    rank[sticking_out] = 0
+    ranks = rank.tolist()
+    return sorted(order, key=lambda index: ranks[index])

@@ -1,0 +1,172 @@
+"""Measures what this machine does in a second, once: a second of small experiments, kept in the cache directory.
+
+The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from takeback.compiler.passes.cost import Rates
+
+_VERSION = 4
+_BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
+_SIDE = 1024
+_OPS = 300
+_TURNS = 12
+
+
+def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
+    """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
+    return _rates(device, dtypes, cache, torch.get_num_threads())
+
+
+@functools.cache
+def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Path, threads: int) -> Rates:
+    path = cache / f"rates-{_machine(device, threads)}.json"
+    known = _read(path)
+    wanted = {_name(d): d for d in sorted((torch.float32, *dtypes), key=str) if d.is_floating_point}
+    missing = [d for name, d in wanted.items() if known is None or name not in known.flops_per_s]
+    if known is not None and not missing:
+        return known
+    measured = measure(device, missing, known)
+    _write(path, measured)
+    return measured
+
+
+def measure(device: str, dtypes: Iterable[torch.dtype], known: Rates | None = None) -> Rates:
+    """Runs the experiments. What is `known` is not measured again."""
+    tried: dict[str, Experiment] = {}
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        if known is None:
+            tried |= _general(device)
+        tried |= {_name(dtype): _product(device, dtype) for dtype in dtypes}
+        best = _best(tried, device)
+    speeds = {name: each.amount / best[name] for name, each in tried.items()}
+    products = {name: speeds[name] for name in map(_name, dtypes)}
+    if known is not None:
+        return dataclasses.replace(known, flops_per_s={**known.flops_per_s, **products})
+    return Rates(
+        bytes_per_s=speeds["bytes"],
+        maths_per_s=speeds["maths"],
+        op_s=best["op"] / _OPS,
+        flops_per_s=products,
+        convolution=speeds["convolution"] / products["float32"],
+        attention=speeds["attention"] / products["float32"],
+    )
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Something to time, and how much of its kind it does."""
+
+    run: Callable[[], object]
+    amount: float
+
+
+def _general(device: str) -> dict[str, Experiment]:
+    big = device != "cpu"
+    noise = _noise(device)
+    x, y, z = (noise(_BYTES // 4) for _ in range(3))
+    small = torch.ones(64, device=device)
+    gelu = torch._C._nn.gelu  # the public one takes no out=; checked on 2.11 and 2.13
+    attend = torch.nn.functional.scaled_dot_product_attention
+    q = noise(16, 12, 1024, 64) if big else noise(4, 6, 256, 64)
+    image = noise(128 if big else 4, 128, 28, 28)
+    wide, narrow = noise(128, 128, 3, 3), noise(256, 128, 1, 1)
+
+    def ops() -> None:
+        for _ in range(_OPS):
+            torch.add(small, 1.0, out=small)
+
+    def convolutions() -> None:  # those of a network of bottlenecks
+        torch.conv2d(image, wide, padding=1)
+        torch.conv2d(image, narrow)
+
+    return {
+        "bytes": Experiment(lambda: torch.add(x, y, out=z), 3 * _BYTES),
+        "maths": Experiment(lambda: gelu(x, approximate="tanh", out=z), x.numel()),
+        "op": Experiment(ops, _OPS),
+        "convolution": Experiment(convolutions, 2 * image.numel() * (128 * 9 + 256)),
+        "attention": Experiment(lambda: attend(q, q, q, is_causal=True), 2 * q.numel() * q.shape[2]),
+    }
+
+
+def _noise(device: str) -> Callable[..., torch.Tensor]:
+    """Draws from a generator of its own: the user's is where it was."""
+    return functools.partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
+
+
+def _product(device: str, dtype: torch.dtype) -> Experiment:
+    side = _SIDE if device == "cpu" else 4 * _SIDE
+    a = _noise(device)(side, side).to(dtype)
+    out = torch.empty_like(a)
+    return Experiment(lambda: torch.mm(a, a, out=out), 2 * side**3)
+
+
+def _best(tried: Mapping[str, Experiment], device: str) -> dict[str, float]:
+    """The least time of each, all taking turns: whatever disturbs the machine makes times longer, for all alike."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    best = dict.fromkeys(tried, float("inf"))
+    for turn in range(_TURNS):
+        for name, each in tried.items():
+            wait()
+            start = time.perf_counter()
+            each.run()
+            wait()
+            if turn:  # the first ones warm up
+                best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def _machine(device: str, threads: int) -> str:
+    """What the rates hold for."""
+    what = torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()}-{_processor()}"
+    text = f"{device}-{what}-{threads}-{torch.__version__}-{_VERSION}"
+    return "".join(c if c.isalnum() else "-" for c in text)
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read(path: Path) -> Rates | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = Rates(**data)
+        numbers = [v for k, v in data.items() if k != "flops_per_s"] + list(found.flops_per_s.values())
+        usable = all(isinstance(n, float) and 0 < n < float("inf") for n in numbers)
+        return found if usable and len(data) == len(dataclasses.fields(Rates)) else None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _write(path: Path, found: Rates) -> None:
+    """Kept if the directory can be written; measured again next time if not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{time.monotonic_ns()}")
+        part.write_text(json.dumps(dataclasses.asdict(found), indent=1), encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        pass

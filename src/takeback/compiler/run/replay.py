@@ -1,0 +1,200 @@
+"""What every executor does alike: one step as a transaction, and taking back what an abort left.
+
+Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
+user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from takeback.compiler.capture.randomness import default_generators, generator_key
+from takeback.compiler.program import BufferId, Phase, Program, Region, Role, Special
+from takeback.compiler.run.codegen import HeldValueChanged, over
+from takeback.compiler.run.commit import Gate
+from takeback.compiler.run.layout import Layout
+from takeback.parallel import Reducer
+
+
+@dataclass
+class Counters:
+    """What the last replay cost beyond its kernels."""
+
+    served: int = 0  #: requests answered from the arena
+    passed: int = 0  #: requests that were known to go to the ordinary allocator
+    misses: int = 0  #: requests nobody expected: served by the ordinary allocator
+    missed_bytes: int = 0
+    landed: int = 0  #: results copied into their place because their op put them elsewhere
+    landed_bytes: int = 0
+    worker_new: int = 0  #: blocks the worker threads' free lists had to take anew
+
+
+class Replay:
+    """A layout, ready to run on one thread at a time. A subclass says where its values live."""
+
+    def __init__(self, layout: Layout, reducer: Reducer | None = None) -> None:
+        self.layout = layout
+        self._reducer = reducer  #: takes the buckets of gradients as they become complete
+        self.program: Program = layout.draft.program
+        self.counters = Counters()
+        borrowed = written_before_update(self.program)
+        self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
+        live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
+        # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
+        self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
+        self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
+        holds = any(op.holds is not None for op in self.program.ops)
+        self._rewound = generators_of(self.program) if holds else ()
+        updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
+        self._first_update = next(updates, len(self.program.ops))
+        self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
+
+    @property
+    def written_leaves(self) -> Sequence[int]:
+        """Positions of the batch tensors that the user's own code writes."""
+        return self._written_leaves
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of a region as they are now."""
+        raise NotImplementedError
+
+    def holds(self, region: Region) -> bool:
+        """Whether the bytes are still there before the update: the gradient of a parameter that the optimizer does not
+        have, and that nobody keeps, is not read again."""
+        life = self.layout.alive.get(region.buffer)
+        return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
+
+    def found_inf(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the scaler's check of the gradients found, from the end of the backward to the end of the step."""
+        assert self.program.found_inf is not None
+        return self.tensor(self.program.found_inf, leaves)
+
+    def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor for the caller: nobody writes it afterwards."""
+        return self.tensor(region, leaves).clone()
+
+    def release_(self) -> None:
+        """The caller has taken what he wants of the last step."""
+
+    def rehearsed(self) -> Layout | None:
+        """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
+        raise NotImplementedError
+
+    def _prepare_(self, *, log: bool) -> None:
+        raise NotImplementedError
+
+    def _enter_(self, *, log: bool) -> None:
+        """Called when the step begins."""
+
+    def _leave_(self) -> None:
+        """Called when the step is over, once or more."""
+
+    def _compute_(self, batch: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
+        raise NotImplementedError
+
+    # -- the transaction -------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        leaves: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        finish: Callable[[], None] | None = None,
+        *,
+        inspect: Callable[[], None] | None = None,
+        reduced: Callable[[], Callable[[], None] | None] | None = None,
+        skips: Callable[[], bool] | None = None,
+        log: bool = False,
+    ) -> bool:
+        """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
+        own step(), a scaler's update(). `inspect` is called before it: what it raises takes the step back. With a
+        group, nothing is sent before that, and then `reduced` waits for it; what it returns is run in place of the
+        planned update. `skips` is asked whether to leave out the planned update, as a scaler does for gradients that
+        are not finite. Gives whether it was run. Raises `HeldValueChanged`, with everything as before, if a held value
+        is another one."""
+        self._prepare_(log=log)
+        if self._reducer is not None:
+            self._reducer.begin(hold=inspect is not None)
+        self.counters = Counters()
+        batch = [t.detach() for t in leaves]
+        mode = torch.is_grad_enabled()
+        states = [(g, g.get_state()) for g in self._rewound]
+        autocasts = [device for device in self._autocasts if torch.is_autocast_enabled(device)]
+        for device in autocasts:  # the program holds the casts that autocast made; made again, they would be too many
+            torch.set_autocast_enabled(device, False)
+        undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
+        for saved, live in zip(self._saved, self._live, strict=True):
+            torch._foreach_copy_(saved, live)
+        try:
+            with Gate() as gate:
+                try:
+                    self._enter_(log=log)
+                    gate.open = True
+                    self._compute_(batch)
+                    if inspect is not None:
+                        inspect()
+                    instead = reduced() if reduced is not None else None
+                    updates = instead is None and (skips is None or not skips())
+                    gate.open = False
+                    # From here on the step is being committed, and Ctrl-C waits.
+                    if updates:
+                        self._update_(batch, scalars)
+                    finish = instead or finish
+                    if finish is not None:
+                        self._leave_()
+                        torch._C._set_grad_enabled(mode)
+                        finish()
+                except BaseException as error:
+                    gate.open = False
+                    torch._C._set_grad_enabled(False)
+                    for saved, live in zip(self._saved, self._live, strict=True):
+                        torch._foreach_copy_(live, saved)
+                    for leaf, before in undo:
+                        leaf.copy_(before)
+                    if isinstance(error, HeldValueChanged):
+                        for generator, state in states:
+                            generator.set_state(state)
+                    self.release_()
+                    raise
+        finally:
+            self._leave_()
+            torch._C._set_grad_enabled(mode)
+            for device in autocasts:
+                torch.set_autocast_enabled(device, True)
+        return updates
+
+
+def generators_of(program: Program) -> tuple[torch.Generator, ...]:
+    """The generators that the step draws from."""
+    found: dict[int, torch.Generator] = {}
+    for op in program.ops:
+        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
+            own = op.kwargs.get("generator")
+            drawn = (own,) if isinstance(own, torch.Generator) else default_generators(program.device)
+            for each in drawn:
+                found.setdefault(generator_key(each), each)
+    return tuple(found.values())
+
+
+def written_before_update(program: Program) -> list[BufferId]:
+    """What the forward and backward write of the user's, in order: running statistics, counters."""
+    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
+    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
+
+
+def undo_bytes(program: Program) -> int:
+    """What the saved copies of these take, outside of the arena."""
+    return sum(program.buffers[b].size_bytes for b in written_before_update(program))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Everything in a tensor's storage: a step may write any part of it, through any view."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return over(tensor, tensor.dtype, (count,), (1,), 0)

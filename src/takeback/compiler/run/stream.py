@@ -1,0 +1,206 @@
+"""Runs a layout where the device's own allocator places (CUDA): a value's bytes are taken when its op runs and given
+back when its last owner dies, so that the bytes alive follow the plan; what is reserved is the allocator's own matter.
+
+Work is enqueued on the current stream, in the order of the program. The update allocates too: where it runs out of
+memory half-way, it is half done, as in eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from takeback.compiler.passes.draft import Draft, Fresh, Overwrites, Refusal
+from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
+from takeback.compiler.run.calls import Kind, kind_of
+from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
+from takeback.compiler.run.layout import Layout, lay_out
+from takeback.compiler.run.meter import Meter, NoMeter, meter_for
+from takeback.compiler.run.replay import Replay
+from takeback.compiler.run.streamcode import Compute, StreamCode, UpdateCode, generate_stream
+from takeback.errors import CaptureError
+from takeback.parallel import Reducer
+
+_OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
+_LEAST_SHARE = 0.002  #: of the peak: scratch that differs by less from what was recorded needs no new layout
+
+
+def settle(draft: Draft) -> Draft:
+    """The draft with only those overwritings that an `out=` kernel or an in-place form can do."""
+    placements = dict(draft.placements)
+    refusals: list[Refusal] = []
+    for op in draft.program.ops:
+        first = op.results[0] if op.results else None
+        placement = placements.get(first.buffer) if isinstance(first, Region) else None
+        if isinstance(first, Region) and isinstance(placement, Overwrites) and kind_of(op, placement) is Kind.ALLOCATE:
+            placements[first.buffer] = Fresh()
+            size = draft.program.buffers[first.buffer].size_bytes
+            refusals.append(Refusal("overwrite", op.name, first.buffer, size, _OWN_RESULT, op.site))
+    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """Code over the user's tensors as they are now."""
+
+    code: StreamCode
+    watched: bool
+    compute: Compute
+    update: UpdateCode
+
+
+class StreamExecutor(Replay):
+    """A layout whose values are allocated as they are made."""
+
+    def __init__(self, layout: Layout, *, poison: bool = False, reducer: Reducer | None = None) -> None:
+        super().__init__(layout, reducer)
+        self._poison = poison
+        self._meter: Meter | NoMeter = meter_for(self.program.device)
+        self._landed: dict[int, None] = {}
+        self._bound: _Bound | None = None
+        self._held: list[torch.Tensor] = []
+        self._places: dict[BufferId, int] = {}
+        self._given: set[BufferId] = set()
+        self._seen: dict[int, int] = {}  # most bytes inside an op above its results, by position
+        self._requests = 0
+
+    def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        role = self.program.buffers[region.buffer].role
+        if role is Role.BATCH:
+            leaf = leaves[self.program.leaves[region.buffer]]
+            return look(leaf, region.dtype, region.shape, region.stride, region.offset)
+        owner = self.program.externals.get(region.buffer)
+        if owner is None:
+            owner = self._held[self._places[self.layout.slots[region.buffer]]]
+        return over(owner, region.dtype, region.shape, region.stride, region.offset)
+
+    def holds(self, region: Region) -> bool:
+        return region.buffer not in self.layout.slots or self.layout.slots[region.buffer] in self._places
+
+    def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Bytes of the step's own are handed on, unless they are a part of a buffer or were handed on before."""
+        tensor = self.tensor(region, leaves)
+        slot = self.layout.slots.get(region.buffer)
+        whole = region.packed and region.span_bytes == (0, self.program.buffers[region.buffer].size_bytes)
+        if slot is None or slot in self._given or not whole:
+            return tensor.clone()
+        self._given.add(slot)
+        return tensor
+
+    def release_(self) -> None:
+        self._held, self._places, self._given = [], {}, set()
+
+    def rehearsed(self) -> Layout | None:
+        """Corrects the layout by what the kernels really took inside: the code does not depend on it, so it stays."""
+        changed = {
+            p: taken
+            for p, taken in self._seen.items()
+            if abs(taken - _recorded(self.program.ops[p])) > self.layout.alive_bytes * _LEAST_SHARE
+        }
+        if changed:
+            ops = list(self.program.ops)
+            for position, taken in changed.items():
+                ops[position] = replace(ops[position], scratch=(Scratch(taken, 0, 1),) if taken else ())
+            self.layout = lay_out(replace(self.layout.draft, program=replace(self.program, ops=tuple(ops))))
+            self.program = self.layout.draft.program
+        self._seen = {}
+        self._meter.trim(self.layout.alive_bytes)
+        return None
+
+    # -- the step --------------------------------------------------------------------------------------------------
+
+    def _prepare_(self, *, log: bool) -> None:
+        if self.program.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError("a compiled step cannot be captured in a CUDA graph: its update's numbers are Python's.")
+        self.release_()
+        if self._bound is not None and self._bound.watched == log:
+            return
+        code = generate_stream(self.layout, poison=self._poison, watched=log, landed=tuple(self._landed))
+        compute, update = code.bind(
+            self.program.externals,
+            {
+                "as_strided": torch.as_strided,
+                "empty_strided": torch.empty_strided,
+                "over": over,
+                "raw": _raw,
+                "fit": self._fit,
+                "begin": self._meter.begin,
+                "seen": self._note,
+                "poison": _poison,
+                "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
+                "look": look,
+                "same_value": same_value,
+                "changed": HeldValueChanged,
+                "reduce": None if self._reducer is None else self._reducer.ready,
+            },
+        )
+
+        self._bound = _Bound(code, log, compute, update)  # all at once: Ctrl-C may come at any time
+
+    def _compute_(self, batch: list[torch.Tensor]) -> None:
+        assert self._bound is not None
+        before = self._meter.requests() if self._bound.watched else 0
+        self._held = self._bound.compute(batch)
+        if self._bound.watched:
+            self._requests = self._meter.requests() - before
+        self.counters.passed = self._requests
+        self._places = {slot: i for i, slot in enumerate(self._bound.code.crossing)}
+
+    def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
+        assert self._bound is not None
+        held, self._places = self._held, {}
+        before = self._meter.requests() if self._bound.watched else 0
+        self._held = self._bound.update(
+            batch, scalars, held
+        )  # which empties `held`, so that gradients go as they are used
+        if self._bound.watched:
+            self._requests += self._meter.requests() - before
+        self.counters.passed = self._requests
+        self._places = {slot: i for i, slot in enumerate(self._bound.code.surviving)}
+
+    def _note(self, position: int) -> None:
+        self._seen[position] = self._meter.end()
+
+    def _fit(
+        self,
+        result: torch.Tensor,
+        position: int,
+        size_bytes: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        offset: int,
+    ) -> torch.Tensor:
+        """The result if it lies in its storage as it did when it was recorded, else a copy that does."""
+        same = result.shape == shape and result.stride() == stride and result.storage_offset() == offset
+        if same and result.untyped_storage().nbytes() >= size_bytes:
+            return result
+        self._landed[position] = None
+        home = _raw(size_bytes, result.device, dtype, shape, stride, offset)
+        home.copy_(result)
+        self.counters.landed += 1
+        self.counters.landed_bytes += result.numel() * result.element_size()
+        return home
+
+
+def _recorded(op: Op) -> int:
+    return sum(s.size_bytes for s in op.scratch if s.result is None and s.end is not None)
+
+
+def _raw(
+    size_bytes: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+) -> torch.Tensor:
+    """A region of a buffer of its own."""
+    return over(torch.empty(size_bytes, dtype=torch.uint8, device=device), dtype, shape, stride, offset)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    """Fills everything in a tensor's storage: NaN in every floating-point type."""
+    over(tensor, torch.uint8, (tensor.untyped_storage().nbytes(),), (1,), 0).fill_(255)

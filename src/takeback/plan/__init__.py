@@ -1,7 +1,0 @@
-"""Sizes and lifetimes come in, offsets in one arena go out; `validate` shares no code with `solve`."""
-
-from takeback.plan.greedy import solve
-from takeback.plan.problem import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes
-from takeback.plan.validate import validate
-
-__all__ = ["Item", "ItemId", "Pack", "Problem", "Solution", "lower_bound_bytes", "solve", "validate"]
