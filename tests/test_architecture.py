@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "takeback"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
-# A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself, which exports
-# the compiler: to import it from a part is to import everything.
+# A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself,
+# which exports the compiler: to import it from a part is to import everything.
 COMPILER = (
     "program",
+    "schema",
     "capture",
     "ownership",
     "passes",
@@ -37,14 +38,15 @@ PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "program": frozenset(),
+    "schema": frozenset({"program"}),
     "capture": frozenset({"program"}),
-    "ownership": frozenset({"program", "capture"}),
-    "passes": frozenset({"program", "capture", "ownership"}),
+    "ownership": frozenset({"program", "schema", "capture"}),
+    "passes": frozenset({"program", "schema", "capture", "ownership"}),
     "plan": frozenset(),
-    "run": frozenset({"program", "capture", "ownership", "passes", "plan"}),
-    "explain": frozenset({"program", "capture", "ownership", "passes", "plan", "run"}),
-    "budget": frozenset({"program", "capture", "ownership", "passes", "plan", "run", "explain"}),
-    "step": frozenset({"program", "capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
+    "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
+    "explain": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run"}),
+    "budget": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain"}),
+    "step": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
     "nn": frozenset(),
     "grads": frozenset(),
     "optim": frozenset(),
@@ -61,7 +63,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 # Of all parts, the only ones that these may import besides themselves.
 IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo": frozenset()}
 
-MAY_USE_PRIVATE_TORCH = ("program", "capture", "run", "backend")
+MAY_USE_PRIVATE_TORCH = ("program", "schema", "capture", "run", "backend")
 # What eager code must ask of torch, and torch has no public name for.
 PRIVATE_TORCH_FILES = ("engine.py", "guard/engine.py", "workspace/internals.py")
 MAY_READ_ENVIRONMENT = ("options",)

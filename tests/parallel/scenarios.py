@@ -280,7 +280,7 @@ def held(rank: int, group: dist.ProcessGroup) -> None:
     assert len(step._plans) == 2
     program = step._plans[0].executor.program
     names = [op.name for op in program.ops]
-    reads = [i for i, op in enumerate(program.ops) if op.holds is not None]
+    reads = [i for i, op in enumerate(program.ops) if op.expected is not None]
     assert reads, "nothing is read into Python: this shows nothing"
     assert min(i for i, name in enumerate(names) if name == "group.reduce") > max(reads)
     complete = max(

@@ -98,7 +98,7 @@ def test_no_update_comes_before_a_value_that_is_read_into_python() -> None:
         return model[1:](Held.apply(model[0](x))).square().mean()
 
     ops = advance(Draft(recorded("sgd", reading))).program.ops
-    held = [i for i, op in enumerate(ops) if op.holds is not None]
+    held = [i for i, op in enumerate(ops) if op.expected is not None]
     assert held, "nothing was read into Python: this shows nothing"
     assert min(i for i, op in enumerate(ops) if op.phase is Phase.UPDATE) > max(held)
 

@@ -48,7 +48,7 @@ def test_pure_op_may_run_again(pure: Op) -> None:
     assert may_run_again(pure, "cpu")
     assert not may_run_again(replace(pure, phase=Phase.BACKWARD), "cpu")
     assert not may_run_again(replace(pure, phase=Phase.UPDATE), "cpu")
-    assert not may_run_again(replace(pure, holds=3.0), "cpu")
+    assert not may_run_again(replace(pure, expected=3.0), "cpu")
     assert not may_run_again(replace(pure, mutates=(BufferId(0),)), "cpu")
 
 

@@ -161,7 +161,7 @@ class Op:
     phase: Phase = Phase.FORWARD
     grad_mode: bool = False
     site: Site | None = None
-    holds: object = None  #: for an op that reads a tensor into Python: the value it must give again
+    expected: object = None  #: for an op that reads a tensor into Python: the value it must give again
     scratch: tuple[Scratch, ...] = ()
 
     @property

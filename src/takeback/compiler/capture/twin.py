@@ -75,7 +75,7 @@ def disproof(optimizer: torch.optim.Optimizer, scaling: Scaling | None = None) -
     buffers = {
         b: replace(buffer, role=Role.CONSTANT) if b in lifted else buffer for b, buffer in recorder.buffers.items()
     }
-    real = [op for op in recorder.ops if op.holds is None and not any(r.buffer in lifted for r in op.outputs)]
+    real = [op for op in recorder.ops if op.expected is None and not any(r.buffer in lifted for r in op.outputs)]
     theirs = _canonical(real, buffers, scalars)
     for mine, torchs in zip(ours, theirs, strict=False):
         if mine != torchs:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Region, Special
+from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -72,17 +73,15 @@ class Refused(enum.StrEnum):
 @functools.cache
 def out_overload(target: OpOverload) -> OpOverload | None:
     """The overload of the same op that writes into given results without allocating them, if there is one."""
-    schema = target._schema
-    if schema.name.split("::")[1] in _UNTRUE_OUT or schema.is_mutable:
+    schema = schema_of(target)
+    if schema.name in _UNTRUE_OUT or schema.is_mutable:
         return None
     packet = target.overloadpacket
-    wanted = [(a.name, str(a.type)) for a in schema.arguments]
     for name in packet.overloads():
         candidate = getattr(packet, name)
-        arguments = candidate._schema.arguments
-        outs = [a for a in arguments if a.is_out]
-        plain = [(a.name, str(a.type)) for a in arguments if not a.is_out]
-        if outs and plain == wanted and torch.Tag.generated not in candidate.tags:
+        other = schema_of(candidate)
+        writes_out = any(p.is_out for p in other.parameters)
+        if writes_out and other.signature == schema.signature and torch.Tag.generated not in candidate.tags:
             return candidate
     return None
 
@@ -92,20 +91,18 @@ def inplace_overload(target: OpOverload) -> OpOverload | None:
     """The in-place form of a pointwise op that has no true `out=` kernel (relu, masked_fill), if there is one."""
     if torch.Tag.pointwise not in target.tags or out_overload(target) is not None:
         return None
-    packet = getattr(aten, target._schema.name.split("::")[1] + "_", None)
-    overload = getattr(packet, target._overloadname, None)
+    schema = schema_of(target)
+    overload = getattr(getattr(aten, schema.name + "_", None), schema.overload, None)
     if overload is None:
         return None
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
-    arguments = overload._schema.arguments
-    same = [(a.name, str(a.type)) for a in arguments] == wanted
-    return overload if same and arguments[0].alias_info is not None and arguments[0].alias_info.is_write else None
+    inplace = schema_of(overload)
+    return overload if inplace.signature == schema.signature and inplace.parameters[0].is_written else None
 
 
 def overwritable_operands(op: Op) -> tuple[int, ...]:
     """The positions of the operands that the op's first result may be written onto, as far as its kernel goes."""
     target = op.target
-    if isinstance(target, Special) or op.mutates or op.holds is not None:
+    if isinstance(target, Special) or op.mutates or op.expected is not None:
         return ()
     if target in _ROWWISE:
         first = op.args[0]

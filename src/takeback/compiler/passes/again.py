@@ -25,6 +25,7 @@ from takeback.compiler.program import (
     map_regions,
     regions,
 )
+from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -44,7 +45,7 @@ _ATTENTION = {
 def may_run_again(op: Op, device: str) -> bool:
     """True if running the op once more, later in the step, has no effect but its results, with the same bits."""
     target = op.target
-    if isinstance(target, Special) or op.holds is not None or op.phase is not Phase.FORWARD:
+    if isinstance(target, Special) or op.expected is not None or op.phase is not Phase.FORWARD:
         return False
     if target.namespace != "aten" or target in EMPTY:
         return False
@@ -52,7 +53,7 @@ def may_run_again(op: Op, device: str) -> bool:
         return False
     if target in _BATCH_NORMS:
         return bool(op.args[5]) and (device != "cpu" or _norm_keeps_bits(op))
-    return not op.mutates and not target._schema.is_mutable and bool(op.outputs)
+    return not op.mutates and not schema_of(target).is_mutable and bool(op.outputs)
 
 
 def draws_random_numbers(op: Op) -> bool:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.program import Argument, Op, Region, Special
+from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
 
@@ -52,7 +53,7 @@ def seconds(op: Op, rates: Rates) -> float:
     """The predicted time of one op."""
     if isinstance(op.target, Special) or op.target in EMPTY:
         return 0.0
-    name = op.target._schema.name.split("::")[1]
+    name = schema_of(op.target).name
     outputs = op.outputs
     moved = sum(_bytes(r) for r in dict.fromkeys((*op.inputs, *outputs)))
     times = _TIMES.get(name, 1)
@@ -83,7 +84,7 @@ def operations(op: Op) -> int:
     target = op.target
     if isinstance(target, Special):
         return 0
-    if target.namespace == "aten" and "_scaled_dot_product" in target._schema.name:
+    if target.namespace == "aten" and "_scaled_dot_product" in schema_of(target).name:
         return _attention(op)
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
@@ -107,7 +108,7 @@ def _attention(op: Op) -> int:
 
 def _causal(op: Op) -> bool:
     assert not isinstance(op.target, Special)
-    names = [a.name for a in op.target._schema.arguments]
+    names = [p.name for p in schema_of(op.target).parameters]
     place = names.index("is_causal")
     return bool(op.args[place] if len(op.args) > place else op.kwargs.get("is_causal", False))
 

@@ -13,6 +13,7 @@ import torch
 from takeback.compiler.ownership.facts import inplace_overload, out_overload
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Phase, Region, Role, Special, map_regions
+from takeback.compiler.schema import schema_of
 
 
 def functionalize(draft: Draft) -> Draft:
@@ -64,14 +65,14 @@ def _functional(op: Op, buffers: dict[BufferId, Buffer]) -> OpOverload | None:
     target = op.target
     if isinstance(target, Special) or op.phase is Phase.UPDATE or len(op.mutates) != 1 or len(op.results) != 1:
         return None
-    name = target._schema.name.split("::")[1]
+    name = schema_of(target).name
     onto, result = op.args[0], op.results[0]
     if not name.endswith("_") or not isinstance(onto, Region) or result != onto:
         return None
     buffer = buffers[op.mutates[0]]
     if buffer.role.borrowed or onto.buffer != buffer.id or not onto.packed or onto.span_bytes != (0, buffer.size_bytes):
         return None
-    found = getattr(getattr(torch.ops.aten, name[:-1], None), target._overloadname, None)
+    found = getattr(getattr(torch.ops.aten, name[:-1], None), schema_of(target).overload, None)
     if found is None or torch.Tag.pointwise not in found.tags or torch.Tag.nondeterministic_seeded in found.tags:
         return None
     # An in-place op keeps the dtype of its operand, a functional one may promote.

@@ -42,7 +42,7 @@ def kind_of(op: Op, placement: Placement | None = None) -> Kind:
     target = op.target
     if isinstance(target, Special):
         return _SPECIAL.get(target, Kind.RANDOM)
-    if op.holds is not None:
+    if op.expected is not None:
         return Kind.HOLD
     fresh = [r for r in op.outputs if r.buffer not in op.mutates]
     if op.mutates:

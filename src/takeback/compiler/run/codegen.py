@@ -192,7 +192,7 @@ class Emitter:
         if kind is Kind.INPLACE:
             return [self._call(target, op.args, op.kwargs)]
         if kind is Kind.HOLD:
-            held = self.names.constant(op.holds)
+            held = self.names.constant(op.expected)
             call = self._call(target, op.args, op.kwargs)
             return [f"if not same_value({call}, {held}): raise changed({position})"]
         return self._allocating(op, target)

@@ -152,7 +152,7 @@ def _check_form(program: Program) -> None:
     updating = False
     for op in program.ops:
         updating = updating or op.phase is Phase.UPDATE
-        final = op.holds is None and not isinstance(op.target, Special)
+        final = op.expected is None and not isinstance(op.target, Special)
         assert final or not updating, f"{op.name} comes after the update has begun"
         for region in (*op.inputs, *op.outputs):
             buffer = program.buffers[region.buffer]

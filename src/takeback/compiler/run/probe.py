@@ -52,7 +52,7 @@ def probe_scratch(program: Program, native: Native, progress: Callable[[int, int
 
 def _may_take_scratch(op: Op) -> bool:
     target = op.target
-    if isinstance(target, Special) or op.phase is Phase.UPDATE or op.holds is not None:
+    if isinstance(target, Special) or op.phase is Phase.UPDATE or op.expected is not None:
         return False
     if target in EMPTY or target in FILL or target in COPY:
         return False

@@ -46,7 +46,7 @@ class Replay:
         # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
         self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
         self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
-        holds = any(op.holds is not None for op in self.program.ops)
+        holds = any(op.expected is not None for op in self.program.ops)
         self._rewound = generators_of(self.program) if holds else ()
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))

@@ -1,0 +1,46 @@
+"""What torch's schema says of an operator, as plain data: the one place outside of capture/ and run/ that reads it.
+
+An overload's schema has no public name; the attributes used here were checked on torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from takeback.compiler.program import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """An argument as the schema declares it."""
+
+    name: str
+    type: str
+    is_out: bool
+    is_written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """An overload's declaration. `name` is without namespace: `add` of `aten::add.Tensor`."""
+
+    name: str
+    overload: str
+    parameters: tuple[Parameter, ...]
+    is_mutable: bool
+
+    @property
+    def signature(self) -> tuple[tuple[str, str], ...]:
+        """Names and types of what is not an `out=` argument."""
+        return tuple((p.name, p.type) for p in self.parameters if not p.is_out)
+
+
+@functools.cache
+def schema_of(target: OpOverload) -> Schema:
+    declared = target._schema
+    parameters = tuple(
+        Parameter(a.name, str(a.type), a.is_out, a.alias_info is not None and a.alias_info.is_write)
+        for a in declared.arguments
+    )
+    return Schema(declared.name.split("::")[1], target._overloadname, parameters, declared.is_mutable)
