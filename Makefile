@@ -7,12 +7,22 @@ STAMP := $(VENV)/.installed
 # On machines whose AMX is advertised but unusable, bf16 products die with SIGILL unless this is set first.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test lint types pytest bench clean
+# Tests run in two processes, and most of their models are tiny: a second thread would only wake up and wait. Tests of
+# what threads do set their own number.
+pytest test-all faults: export OMP_NUM_THREADS ?= 1
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all lint types pytest faults bench clean
 
 demo: $(STAMP)
 	$(BIN)/takeback demo
 
+# What CI runs. `make test-all` adds the slow tests, each of which repeats on more cases what a quick one shows.
 test: lint types pytest
+
+test-all: lint types
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -22,7 +32,11 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 pytest: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+# Plants each fault of tests/faults/faults.py and demands that the tests of `make test` catch it.
+faults: $(STAMP)
+	$(BIN)/python tests/faults/run_faults.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py

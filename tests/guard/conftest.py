@@ -1,4 +1,4 @@
-"""One thread, a fixed seed, and a small heap: what existed before is set aside, as the guard walks it."""
+"""One thread and a fixed seed. The guard walks the heap, which is small (tests/conftest.py) unless a test wants all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ def _steady() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_heap() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
