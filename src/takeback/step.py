@@ -37,7 +37,7 @@ from takeback.compiler.run.commit import Gate
 from takeback.compiler.run.ending import Ending, clip_
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
-from takeback.compiler.run.layout import Layout
+from takeback.compiler.layout import Layout
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replay import Replay, undo_bytes
 from takeback.compiler.run.snapshot import Snapshot

@@ -14,7 +14,7 @@ from takeback.compiler.passes.choice import Choice, Rebuild, apply, fixed_buffer
 from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.program import Phase
-from takeback.compiler.run.layout import lay_out
+from takeback.compiler.layout import lay_out
 
 aten = torch.ops.aten
 

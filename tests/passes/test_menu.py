@@ -20,7 +20,7 @@ from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.recompute import planned_peak
 from takeback.compiler.program import Phase, Program, Region, Role
-from takeback.compiler.run.layout import lay_out
+from takeback.compiler.layout import lay_out
 
 aten = torch.ops.aten
 

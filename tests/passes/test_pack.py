@@ -20,7 +20,7 @@ from takeback.compiler.passes.draft import slot_of
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program
 from takeback.compiler.run import layout as layout_module
-from takeback.compiler.run.layout import Layout, lay_out
+from takeback.compiler.layout import Layout, lay_out
 from takeback.errors import PlanError
 
 

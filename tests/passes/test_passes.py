@@ -23,7 +23,7 @@ from takeback.compiler.passes.pipeline import passes_for
 from takeback.compiler.program import Program
 from takeback.compiler.run import layout as layout_module
 from takeback.compiler.run.eager import eager_step
-from takeback.compiler.run.layout import lay_out
+from takeback.compiler.layout import lay_out
 from takeback.errors import BorrowError, PlanError
 
 aten = torch.ops.aten

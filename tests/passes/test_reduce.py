@@ -18,7 +18,7 @@ from takeback.compiler.passes.reduce import Handover, Sharing, Slice
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program, Special
 from takeback.compiler.run import layout as layout_module
-from takeback.compiler.run.layout import Layout, lay_out
+from takeback.compiler.layout import Layout, lay_out
 from takeback.errors import BorrowError, PlanError
 from takeback.parallel import cut
 

@@ -17,7 +17,7 @@ from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.recompute import Search, planned_peak
 from takeback.compiler.passes.solve import _COST_GAP, _PEAK_GAP, WORTH, Solver
-from takeback.compiler.run.layout import lay_out
+from takeback.compiler.layout import lay_out
 from takeback.errors import MemoryTargetError
 
 UNTIED = 1 << 20

@@ -28,7 +28,7 @@ from takeback.compiler.passes.recompute import Goal, Lowest, Progress, Search, W
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.program import BufferId, Op, Program
 from takeback.compiler.run.calibrate import rates
-from takeback.compiler.run.layout import Layout, lay_out
+from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.run.replay import undo_bytes
 from takeback.compiler.run.stream import settle
 from takeback.errors import MemoryTargetError, OptionError

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from takeback.compiler.passes.draft import Overwrites, Packed
 from takeback.compiler.program import BufferId, Op, Phase, Region, Role, Special
-from takeback.compiler.run.calls import Kind
-from takeback.compiler.run.layout import PASS, Layout
+from takeback.compiler.ownership.kinds import Kind
+from takeback.compiler.layout import PASS, Layout
 
 
 class Fate(enum.StrEnum):

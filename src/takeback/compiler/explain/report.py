@@ -18,7 +18,7 @@ from takeback.compiler.explain.ledger import Entry, Fate, ledger
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.draft import Refusal
 from takeback.compiler.program import Buffer, Op, Phase, Program, Region, Role
-from takeback.compiler.run.layout import Layout, asks_for_results
+from takeback.compiler.layout import Layout, asks_for_results
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from takeback.compiler.capture.randomness import default_generators, generator_k
 from takeback.compiler.program import BufferId, Phase, Program, Region, Role, Special
 from takeback.compiler.run.codegen import HeldValueChanged, over
 from takeback.compiler.run.commit import Gate
-from takeback.compiler.run.layout import Layout
+from takeback.compiler.layout import Layout
 from takeback.parallel import Reducer
 
 

@@ -1,21 +1,18 @@
 """How an op is run: with a true `out=` kernel, in place, as a fill or a copy, or by letting it allocate its results.
 
-The kind is decided once, from ownership/facts.py; the layout needs it (who asks the allocator for the results?) and so
-does the code generator.
+The kind is decided once, from facts.py: `overwrite` needs it (can a result be given a place at all?), the layout (who
+asks the allocator for the results?) and so do the code generators.
 """
 
 from __future__ import annotations
 
 import enum
-import types
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from takeback.compiler.ownership.facts import COPY, EMPTY, FILL, inplace_overload, out_overload
-from takeback.compiler.passes.draft import Overwrites, Placement
 from takeback.compiler.program import Op, Region, Special
+from takeback.compiler.schema import schema_of
 
 
 class Kind(enum.Enum):
@@ -37,8 +34,8 @@ class Kind(enum.Enum):
 _SPECIAL = {Special.REDUCE: Kind.REDUCE, Special.WAIT: Kind.WAIT}
 
 
-def kind_of(op: Op, placement: Placement | None = None) -> Kind:
-    """`placement` is that of the op's first result."""
+def kind_of(op: Op, *, overwrites: bool = False) -> Kind:
+    """`overwrites`: the op's first result takes the bytes of a dying operand."""
     target = op.target
     if isinstance(target, Special):
         return _SPECIAL.get(target, Kind.RANDOM)
@@ -55,7 +52,7 @@ def kind_of(op: Op, placement: Placement | None = None) -> Kind:
         return Kind.COPY
     if torch.Tag.nondeterministic_seeded not in target.tags and out_overload(target) is not None and not _reduces(op):
         return Kind.OUT
-    if isinstance(placement, Overwrites) and inplace_overload(target) is not None:
+    if overwrites and inplace_overload(target) is not None:
         return Kind.INSTEAD
     return Kind.ALLOCATE
 
@@ -64,26 +61,6 @@ def _reduces(op: Op) -> bool:
     """A loss with a reduction: all but nll's `out=` kernels first resize the result to the operands' shape (2.13)."""
     result = op.results[0]
     assert not isinstance(op.target, Special)
-    schema = op.target._schema
-    named = any(a.name == "reduction" for a in schema.arguments) and not schema.name.startswith("aten::nll_loss")
+    schema = schema_of(op.target)
+    named = any(p.name == "reduction" for p in schema.parameters) and not schema.name.startswith("nll_loss")
     return named and isinstance(result, Region) and not result.shape
-
-
-def fastest(target: torch._ops.OpOverload) -> Callable[..., Any]:
-    """torch's own Python binding of an op where it has one: it parses arguments about twice as fast as the overload
-    object does (checked on 2.11 and 2.13: 1.8 µs against 4.1 µs for mm), and takes the same arguments."""
-    namespace, name = target._schema.name.split("::")
-    if namespace != "aten":
-        return target._op  # type: ignore[no-any-return]  # a namesake in torch is another function
-    outs = [a.name for a in target._schema.arguments if a.is_out]
-    if outs and outs != ["out"]:
-        return target._op  # type: ignore[no-any-return]
-    if name.endswith("_") and not name.startswith("_"):
-        method = getattr(torch.Tensor, name, None)
-        if isinstance(method, types.MethodDescriptorType):
-            return method
-    for home in (torch._C._VariableFunctions, torch._C._nn):
-        function = getattr(home, name, None)
-        if isinstance(function, types.BuiltinFunctionType):
-            return function
-    return target._op  # type: ignore[no-any-return]

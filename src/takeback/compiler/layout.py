@@ -1,10 +1,12 @@
-"""A draft in, a checked `Layout` out: every internal buffer and every op's scratch at an offset in one arena.
+"""A draft in, a checked `Layout` out: what was decided about every value's bytes and, in an arena, where they lie.
+
+The decisions (lifetimes, kinds, owners) hold wherever a step runs. Offsets exist only where an arena of ours does; they
+have passed the validator and the borrow check, or an error is raised and nothing is run. Where the device's own
+allocator places there is nothing to solve: what is proved there is the code that takes and drops (run/audit.py).
 
 Time is counted in ticks finer than ops, because an op's scratch comes and goes inside it:
 
     op i:   | start | event 0 | event 1 | ... | end |        an event is one request to the allocator or one release
-
-The layout has passed the validator and the borrow check, or an error is raised and nothing is run.
 """
 
 from __future__ import annotations
@@ -14,19 +16,19 @@ from dataclasses import dataclass, replace
 
 from takeback.compiler.ownership import borrow
 from takeback.compiler.ownership.facts import EMPTY
+from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
-from takeback.compiler.passes.draft import Draft, Fresh, Overwrites, Packed, Refusal, slot_of
+from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, slot_of
 from takeback.compiler.plan import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes, solve, validate
-from takeback.compiler.program import BufferId, Op, Phase, Program, Region, Special, show_op
-from takeback.compiler.run.calls import Kind, kind_of
+from takeback.compiler.program import BufferId, Op, Program, Region, show_op
 from takeback.errors import BorrowError
 
-PASS = -1  #: an entry that goes to the ordinary allocator
+PASS = -1  #: the offset of a request that goes to the ordinary allocator
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One request an op makes of the allocator, and the offset it is given (PASS: none)."""
+class Request:
+    """What an op asks of the allocator, and the offset that answers it (PASS: none). `result`: the value it is for."""
 
     size_bytes: int
     offset_bytes: int
@@ -34,19 +36,36 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class ArenaPlan:
+    """Where everything lies in an arena."""
+
+    offsets: Mapping[BufferId, int]
+    requests: tuple[tuple[Request, ...], ...]  #: per op
+    size_bytes: int
+    lower_bound_bytes: int
+    order: str
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where everything lives."""
+    """What was decided about every value's bytes, and the arena they lie in if there is one."""
 
     draft: Draft
     kinds: tuple[Kind, ...]
     alive: Mapping[BufferId, Lifetime]
     slots: Mapping[BufferId, BufferId]  #: the buffer whose bytes these are in the end
-    offsets: Mapping[BufferId, int]
-    entries: tuple[tuple[Entry, ...], ...]  #: per op
-    arena_bytes: int
-    lower_bound_bytes: int
-    alive_bytes: int  #: the lower bound without the padding that alignment adds
-    order: str
+    alive_bytes: int  #: the most bytes of values and scratch at one time, without padding
+    arena: ArenaPlan | None  #: None where the device's own allocator places
+
+    @property
+    def program(self) -> Program:
+        return self.draft.program
+
+    @property
+    def placed(self) -> ArenaPlan:
+        """The arena, for who runs or draws one."""
+        assert self.arena is not None, "the device's own allocator places these values"
+        return self.arena
 
 
 def asks_for_results(kind: Kind) -> bool:
@@ -54,14 +73,35 @@ def asks_for_results(kind: Kind) -> bool:
 
 
 def lay_out(draft: Draft) -> Layout:
-    """Places everything and proves it."""
+    """Decides who has which bytes when; in an arena, places them and proves it."""
     program = draft.program
-    _check_form(program)
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
-    ticks = _ticks(program.ops)
     slots = {b: slot_of(draft, b) for b in alive}
-    span: dict[BufferId, list[int]] = {}
+    windows, scratch = _items(program, kinds, alive, slots)
+    items = (*windows.values(), *scratch.values())
+    alive_bytes = lower_bound_bytes(Problem(items, alignment_bytes=1))
+    layout = Layout(draft, kinds, alive, slots, alive_bytes, None)
+    if draft.home is not Home.ARENA:
+        return layout
+    draft, problem, solution = _solve(draft, items, windows)
+    validate(problem, solution)
+    offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
+    inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
+    requests = tuple(_requests(program, kinds, offsets, inner))
+    bound = lower_bound_bytes(problem)
+    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order)
+    layout = replace(layout, draft=draft, arena=arena)
+    borrow.check(effects(layout))
+    return layout
+
+
+def _items(
+    program: Program, kinds: tuple[Kind, ...], alive: Mapping[BufferId, Lifetime], slots: Mapping[BufferId, BufferId]
+) -> tuple[dict[BufferId, Item], dict[tuple[int, int], Item]]:
+    """What takes bytes and when: every owner with all that takes its bytes after it, and every op's scratch, by (op,
+    number of the request)."""
+    ticks = _ticks(program.ops)
     asked = {
         s.result: ticks[position] + 1 + s.start
         for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True))
@@ -69,48 +109,37 @@ def lay_out(draft: Draft) -> Layout:
         for s in op.scratch
         if s.result is not None
     }
+    spans: dict[BufferId, list[int]] = {}
     for b, life in alive.items():
         start, end = asked.get(b, ticks[life.start]), ticks[life.end]
-        window = span.setdefault(slots[b], [start, end])
+        window = spans.setdefault(slots[b], [start, end])
         window[0], window[1] = min(window[0], start), max(window[1], end)
-    items = [Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in span.items()]
-    inner: dict[tuple[int, int], ItemId] = {}
+    windows = {b: Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in spans.items()}
+    scratch: dict[tuple[int, int], Item] = {}
     following = max((int(b) for b in program.buffers), default=0) + 1
     for position, op in enumerate(program.ops):
-        for k, scratch in enumerate(op.scratch):
-            if scratch.result is None and scratch.end is not None and scratch.size_bytes:
-                inner[position, k] = ItemId(following)
-                base = ticks[position] + 1
-                items.append(Item(ItemId(following), scratch.size_bytes, base + scratch.start, base + scratch.end))
-                following += 1
-    draft, problem, solution = _solve(draft, tuple(items), span)
-    validate(problem, solution)
-    offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
-    entries: list[tuple[Entry, ...]] = []
+        base = ticks[position] + 1
+        for k, taken in enumerate(op.scratch):
+            if taken.result is None and taken.end is not None and taken.size_bytes:
+                ident = ItemId(following + len(scratch))
+                scratch[position, k] = Item(ident, taken.size_bytes, base + taken.start, base + taken.end)
+    return windows, scratch
+
+
+def _requests(
+    program: Program,
+    kinds: tuple[Kind, ...],
+    offsets: Mapping[BufferId, int],
+    inner: Mapping[tuple[int, int], int],
+) -> Iterator[tuple[Request, ...]]:
     for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True)):
-        mine: list[Entry] = []
-        for k, scratch in enumerate(op.scratch):
-            if scratch.result is not None:
-                if asks_for_results(kind):
-                    mine.append(Entry(scratch.size_bytes, offsets.get(scratch.result, PASS), scratch.result))
-            else:
-                ident = inner.get((position, k))
-                mine.append(Entry(scratch.size_bytes, PASS if ident is None else solution.offsets[ident], None))
-        entries.append(tuple(mine))
-    layout = Layout(
-        draft,
-        kinds,
-        alive,
-        slots,
-        offsets,
-        tuple(entries),
-        solution.arena_bytes,
-        lower_bound_bytes(problem),
-        lower_bound_bytes(Problem(problem.items, alignment_bytes=1)),
-        solution.order,
-    )
-    borrow.check(effects(layout))
-    return layout
+        mine: list[Request] = []
+        for k, taken in enumerate(op.scratch):
+            if taken.result is None:
+                mine.append(Request(taken.size_bytes, inner.get((position, k), PASS), None))
+            elif asks_for_results(kind):
+                mine.append(Request(taken.size_bytes, offsets.get(taken.result, PASS), taken.result))
+        yield tuple(mine)
 
 
 def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
@@ -146,24 +175,11 @@ def _packs(draft: Draft, slots: Collection[BufferId]) -> tuple[Pack, ...]:
     return tuple(Pack(tuple(members)) for _, members in sorted(packs.items()))
 
 
-def _check_form(program: Program) -> None:
-    """What every pass must leave as it was: once the update has begun nothing can send the step back (a value read into
-    Python), and nobody looks beyond a buffer."""
-    updating = False
-    for op in program.ops:
-        updating = updating or op.phase is Phase.UPDATE
-        final = op.expected is None and not isinstance(op.target, Special)
-        assert final or not updating, f"{op.name} comes after the update has begun"
-        for region in (*op.inputs, *op.outputs):
-            buffer = program.buffers[region.buffer]
-            inside = buffer.role.borrowed or region.span_bytes[1] <= buffer.size_bytes
-            assert inside, f"{op.name} looks beyond the {buffer.size_bytes} bytes of %{buffer.id}"
-
-
 def _kinds(draft: Draft) -> Iterator[Kind]:
     for op in draft.program.ops:
         first = op.results[0] if op.results else None
-        yield kind_of(op, draft.placements.get(first.buffer) if isinstance(first, Region) else None)
+        placement = draft.placements.get(first.buffer) if isinstance(first, Region) else None
+        yield kind_of(op, overwrites=isinstance(placement, Overwrites))
 
 
 def _ticks(ops: tuple[Op, ...]) -> list[int]:
@@ -176,13 +192,13 @@ def _ticks(ops: tuple[Op, ...]) -> list[int]:
 
 def effects(layout: Layout) -> Iterator[borrow.Effect]:
     """What every op does to the arena's bytes: a new value for every write, its reads by the value they mean."""
-    program = layout.draft.program
+    program, arena = layout.program, layout.placed
     version: dict[BufferId, int] = {}
     empty = {r.buffer for op in program.ops if op.target in EMPTY for r in op.outputs}
     count = 0
 
     def access(buffer: BufferId) -> borrow.Access:
-        start = layout.offsets[buffer]
+        start = arena.offsets[buffer]
         size = program.buffers[buffer].size_bytes
         return borrow.Access(
             version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}"
@@ -192,15 +208,15 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
         if kind is Kind.NOTHING:
             continue
         mutated = set(op.mutates)
-        placed = [r.buffer for r in op.inputs if r.buffer in layout.offsets]
+        placed = [r.buffer for r in op.inputs if r.buffer in arena.offsets]
         # A buffer's first write may be an op that fills it in place, and what torch.empty gave holds anything.
         early = [b for b in placed if b not in version and b not in mutated and b not in empty]
         if early:
             raise BorrowError(f"{show_op(op, program.buffers)[:200]} reads %{early[0]} before anything has written it")
         read = dict.fromkeys(b for b in placed if b in version)
         reads = {b: access(b) for b in read}
-        written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in layout.offsets)
-        written.update(dict.fromkeys(b for b in mutated if b in layout.offsets))
+        written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in arena.offsets)
+        written.update(dict.fromkeys(b for b in mutated if b in arena.offsets))
         allowed: set[tuple[int, int]] = set()
         writes: list[borrow.Access] = []
         for b in written:
@@ -215,7 +231,7 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
                 allowed.add((count, reads[placement.buffer].value))
         scratch = tuple(
             borrow.Span(e.offset_bytes, e.offset_bytes + e.size_bytes)
-            for e in layout.entries[position]
+            for e in arena.requests[position]
             if e.result is None and e.offset_bytes != PASS
         )
         label = show_op(op, program.buffers)[:200]
