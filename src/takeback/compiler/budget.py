@@ -17,8 +17,10 @@ import torch
 
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import own_step_reason
-from takeback.compiler.explain.eager import eager_peak
-from takeback.compiler.explain.report import resident_by_role, transient_bytes
+from takeback.compiler.explain.report import transient_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes import Draft, passes_for, run_passes
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.cost import seconds
@@ -29,7 +31,6 @@ from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.program import BufferId, Op, Program
 from takeback.compiler.run.calibrate import rates
 from takeback.compiler.run.layout import Layout, lay_out
-from takeback.compiler.run.replay import undo_bytes
 from takeback.compiler.run.stream import settle
 from takeback.errors import MemoryTargetError, OptionError
 from takeback.options import Options, cache_dir, memory_target
@@ -121,10 +122,6 @@ def search_for(
     passes = passes_for(early=options.update == "early", sharing=sharing, places=False)
     draft = run_passes(Draft(program, kept), passes)
     return Search(draft, cost_of(program), options.solve_s, progress)
-
-
-def resident_bytes(program: Program) -> int:
-    return sum(resident_by_role(program).values())
 
 
 def cost_of(program: Program) -> Callable[[Op], float]:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from takeback.compiler.explain.eager import eager_peak
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
 from takeback.compiler.ownership.curve import alive_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
-from takeback.compiler.program import Buffer, Op, Phase, Program, Region, Role
+from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.layout import Layout, asks_for_results
 
 
@@ -148,15 +149,6 @@ def build_report(
     )
 
 
-def resident_by_role(program: Program) -> dict[str, int]:
-    """The bytes on the step's device that are alive between steps, by whose they are."""
-    resident = {role.value: 0 for role in Role if role.borrowed}
-    for buffer in program.buffers.values():
-        if buffer.role.borrowed and _on_device(buffer, program):
-            resident[buffer.role.value] += buffer.size_bytes
-    return resident
-
-
 def transient_bytes(layout: Layout, kept_grad_bytes: int, *, streamed: bool = False, missed: int = 0) -> int:
     """The most bytes that a step takes above what is resident and what it saves to be taken back."""
     if streamed:
@@ -179,11 +171,6 @@ _STREAMED = (
     "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive at "
     "the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
 )
-
-
-def _on_device(buffer: Buffer, program: Program) -> bool:
-    tensor = program.externals.get(buffer.id)
-    return not buffer.device and (tensor is None or tensor.device.type == program.device_type)
 
 
 def _rebuilt_ops(layout: Layout) -> int:
