@@ -1,4 +1,4 @@
-"""What of a program is alive between steps anyway, in bytes by role: parameters, optimizer state, buffers, the batch."""
+"""What of a program is alive between steps anyway, in bytes by role: parameters, state, buffers, the batch."""
 
 from __future__ import annotations
 
