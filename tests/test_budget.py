@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import budget, zoo
-from takeback.compiler.budget import Planned, plan_within, resident_bytes, search_for
+from takeback.compiler.budget import Planned, plan_within, search_for
+from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.recompute import Search
 from takeback.compiler.program import Program
-from takeback.compiler.run.replay import undo_bytes
 from takeback.errors import MemoryTargetError
 from takeback.options import Options
 

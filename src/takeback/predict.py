@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from takeback.compiler.budget import AUTO_SHARE, check_early, cost_of, plan_within, resident_bytes, search_for
+from takeback.compiler.budget import AUTO_SHARE, check_early, cost_of, plan_within, search_for
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.session import capture
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import own_step_reason, write_update
-from takeback.compiler.explain.eager import eager_peak
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.report import Report, build_report
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes import Refusal
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.probe import probe_scratch
-from takeback.compiler.run.replay import undo_bytes
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 

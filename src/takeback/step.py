@@ -28,6 +28,8 @@ from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
 from takeback.compiler.capture.watch import Watch, ambient
 from takeback.compiler.explain.report import Measured, Report, build_report
+from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes import Refusal
 from takeback.compiler.program import Op, Program, Region
 from takeback.compiler.run import allocator
@@ -37,9 +39,8 @@ from takeback.compiler.run.commit import Gate
 from takeback.compiler.run.ending import Ending, clip_
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
-from takeback.compiler.layout import Layout
 from takeback.compiler.run.recording import recorder
-from takeback.compiler.run.replay import Replay, undo_bytes
+from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.stream import StreamExecutor
 from takeback.compiler.run.verify import Recipe, compare, eager_digest, prove_recording, verified

@@ -96,6 +96,25 @@ def lay_out(draft: Draft) -> Layout:
     return layout
 
 
+def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0) -> int:
+    """The most bytes that a step takes above what is resident and what it saves to be taken back. `kept_grad_bytes`:
+    of gradients that are copied out; `missed`: of requests that nobody expected."""
+    if layout.arena is None:
+        return layout.alive_bytes + missed  # what is returned or kept is handed on, not copied
+    program = layout.program
+    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
+    alive = layout.alive_bytes + layout.arena.size_bytes - layout.arena.lower_bound_bytes
+    # What is returned is copied out when the step is over: by then only these values are alive.
+    last = {
+        layout.slots[r.buffer]
+        for r in (*program.returned, *program.grads.values())
+        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
+    }
+    returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
+    at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
+    return max(alive + missed, at_end)
+
+
 def _items(
     program: Program, kinds: tuple[Kind, ...], alive: Mapping[BufferId, Lifetime], slots: Mapping[BufferId, BufferId]
 ) -> tuple[dict[BufferId, Item], dict[tuple[int, int], Item]]:

@@ -6,10 +6,10 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from takeback.compiler.layout import PASS, Layout
+from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites, Packed
 from takeback.compiler.program import BufferId, Op, Phase, Region, Role, Special
-from takeback.compiler.ownership.kinds import Kind
-from takeback.compiler.layout import PASS, Layout
 
 
 class Fate(enum.StrEnum):
@@ -95,11 +95,11 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 op.name,
                 _line(op),
                 reason,
-                layout.offsets[buffer],
+                layout.arena.offsets[buffer] if layout.arena is not None else None,
                 life.start,
                 life.end,
             )
-        for e in layout.entries[position]:
+        for e in layout.arena.requests[position] if layout.arena is not None else ():
             if e.result is None and e.offset_bytes != PASS:
                 yield Entry(
                     "scratch",

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from takeback.compiler.explain.eager import eager_peak
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
+from takeback.compiler.layout import Layout, asks_for_results, transient_bytes
 from takeback.compiler.ownership.curve import alive_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
-from takeback.compiler.program import Buffer, Op, Phase, Program, Region, Role
-from takeback.compiler.layout import Layout, asks_for_results
+from takeback.compiler.program import Op, Phase, Program, Region
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,11 @@ def build_report(
         notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + undo_bytes + transient_bytes(layout, kept_grad_bytes, streamed=streamed, missed=missed),
+        peak_bytes=total + undo_bytes + transient_bytes(layout, kept_grad_bytes, missed=missed),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
-        lower_bound_bytes=layout.alive_bytes if streamed else layout.lower_bound_bytes,
-        arena_bytes=layout.alive_bytes if streamed else layout.arena_bytes,
+        lower_bound_bytes=layout.alive_bytes if layout.arena is None else layout.arena.lower_bound_bytes,
+        arena_bytes=layout.alive_bytes if layout.arena is None else layout.arena.size_bytes,
         allocations_per_step=fresh + outside,
         copied_bytes=copied,
         ledger=entries,
@@ -148,42 +149,10 @@ def build_report(
     )
 
 
-def resident_by_role(program: Program) -> dict[str, int]:
-    """The bytes on the step's device that are alive between steps, by whose they are."""
-    resident = {role.value: 0 for role in Role if role.borrowed}
-    for buffer in program.buffers.values():
-        if buffer.role.borrowed and _on_device(buffer, program):
-            resident[buffer.role.value] += buffer.size_bytes
-    return resident
-
-
-def transient_bytes(layout: Layout, kept_grad_bytes: int, *, streamed: bool = False, missed: int = 0) -> int:
-    """The most bytes that a step takes above what is resident and what it saves to be taken back."""
-    if streamed:
-        return layout.alive_bytes + missed
-    program = layout.draft.program
-    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
-    alive = layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
-    # What is returned is copied out when the step is over: by then only these values are alive.
-    last = {
-        layout.slots[r.buffer]
-        for r in (*program.returned, *program.grads.values())
-        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
-    }
-    returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
-    at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
-    return max(alive + missed, at_end)
-
-
 _STREAMED = (
     "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive at "
     "the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
 )
-
-
-def _on_device(buffer: Buffer, program: Program) -> bool:
-    tensor = program.externals.get(buffer.id)
-    return not buffer.device and (tensor is None or tensor.device.type == program.device_type)
 
 
 def _rebuilt_ops(layout: Layout) -> int:

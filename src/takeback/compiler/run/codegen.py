@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload
-from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
-from takeback.compiler.ownership.kinds import Kind
-from takeback.compiler.run.bindings import fastest
 from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload
+from takeback.compiler.ownership.kinds import Kind
+from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
+from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
 Update = Callable[[list[torch.Tensor], Sequence[float]], None]

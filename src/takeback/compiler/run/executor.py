@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.layout import Layout, asks_for_results, lay_out
 from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, regions
 from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
-from takeback.compiler.layout import Layout, asks_for_results, lay_out
 from takeback.compiler.run.replay import Replay
 from takeback.parallel import Reducer
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
-from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
 from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.streamcode import Compute, StreamCode, UpdateCode, generate_stream

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.program import Argument, BufferId, Op, Phase, Region, Special
+from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.kinds import Kind
+from takeback.compiler.program import Argument, BufferId, Op, Phase, Region, Special
 from takeback.compiler.run.audit import audit
 from takeback.compiler.run.codegen import Emitter, over
-from takeback.compiler.layout import Layout
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 UpdateCode = Callable[[list[torch.Tensor], Sequence[float], list[torch.Tensor]], list[torch.Tensor]]

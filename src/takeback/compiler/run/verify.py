@@ -17,10 +17,11 @@ import torch
 
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.session import Capture
+from takeback.compiler.ownership.writes import generators_of, written_before_update
 from takeback.compiler.program import Program
 from takeback.compiler.run.commit import Gate
 from takeback.compiler.run.eager import eager_gradients, eager_step
-from takeback.compiler.run.replay import Replay, generators_of, written_before_update
+from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.steadiness import steadiness
 from takeback.errors import CaptureError, VerifyError
 

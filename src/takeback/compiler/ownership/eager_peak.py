@@ -1,4 +1,4 @@
-"""What eager would have held alive: the recorded step replayed as sizes, with eager's own moments of release."""
+"""What eager would have held alive: the recorded step as sizes, with the moments at which eager itself lets go."""
 
 from __future__ import annotations
 
