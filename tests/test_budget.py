@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from takeback.compiler.budget import Planned, plan_within, search_for
 from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
 from takeback import budget, zoo
-from takeback.compiler.budget import Planned, plan_within, search_for
 from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.recompute import Search
@@ -44,7 +44,7 @@ def planned(program: Program, memory: str, solve_s: float = 1.0) -> Planned:
 def peak_of(program: Program, plan: Planned) -> int:
     layout = plan.layout
     outside = resident_bytes(program) + undo_bytes(layout.draft.program)
-    return outside + layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
+    return outside + layout.alive_bytes + layout.placed.size_bytes - layout.placed.lower_bound_bytes
 
 
 def small_mlp() -> Program:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from takeback.compiler.budget import AUTO_SHARE, check_early, cost_of, plan_within, search_for
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
@@ -27,8 +26,11 @@ from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes import Refusal
+from takeback.compiler.passes.pipeline import search_of
+from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
+from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.probe import probe_scratch
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
@@ -69,7 +71,8 @@ def predict(
     )
     _check_device(device, gpu)
     traced = _trace(model, loss_fn, optimizer, batch, kwargs, options, progress)
-    plan = plan_within(traced.program, traced.kept, options)
+    settings = settings_for(traced.program, options, cost_of(traced.program))
+    plan = plan_within(traced.program, traced.kept, options, settings)
     layout = plan.layout
     return build_report(
         layout,
@@ -127,14 +130,16 @@ def frontier(
     program = traced.program
     say("listing what could be rebuilt")
     share = AUTO_SHARE.get(program.device_type, 0.0)
-    auto = search_for(program, traced.kept, options, lambda text: say(f"auto: {text}")).lowest(share)
-    search = search_for(program, traced.kept, options, say)
+    seconds = cost_of(program)
+    told = settings_for(program, options, seconds, progress=lambda text: say(f"auto: {text}"))
+    auto = search_of(program, traced.kept, told).lowest(share)
+    search = search_of(program, traced.kept, settings_for(program, options, seconds, progress=say))
     return build_frontier(
         search.frontier(),
         auto,
         search.draft.program,
         step_s=search.step_s,
-        seconds=cost_of(program),
+        seconds=seconds,
         eager_bytes=eager_peak(program).transient_bytes,
         resident_bytes=resident_bytes(program),
         undo_bytes=undo_bytes(program),

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.budget import Planned, check_early, plan_within
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_leaves, take_apart
 from takeback.compiler.capture.scaling import Scaling
@@ -30,10 +29,12 @@ from takeback.compiler.capture.watch import Watch, ambient
 from takeback.compiler.explain.report import Measured, Report, build_report
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes import Refusal
+from takeback.compiler.passes import Home, Refusal
+from takeback.compiler.planning import Planned, check_early, plan_within, settings_for
 from takeback.compiler.program import Op, Program, Region
 from takeback.compiler.run import allocator
 from takeback.compiler.run.arena import SharedArena
+from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.commit import Gate
 from takeback.compiler.run.ending import Ending, clip_
@@ -149,7 +150,7 @@ class CompiledStep:
         check_early(options, optimizer)
         on_cpu = subjects.device_of(model).type == "cpu"
         self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
-        self._streams = not on_cpu  #: values are placed by the device's own allocator, not in an arena
+        self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self._arena = SharedArena(self._native)
         self._plans: list[Plan] = []  # most recently used first
         self._last: Plan | None = None
@@ -268,7 +269,7 @@ class CompiledStep:
                 prove_recording(self._recipe(args, kwargs), got, unclipped=self._group is not None)
                 norm = got.grad_norm
                 if self._group is not None:
-                    self._group.average_grads_(streams=self._streams)
+                    self._group.average_grads_(streams=self._home is Home.ALLOCATOR)
                     norm = clip_(subject.parameters, self.options.clip_norm)
                 gate.open = False
                 # From here on the step is being committed, and Ctrl-C waits.
@@ -322,7 +323,8 @@ class CompiledStep:
         kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
         kept |= frozenset((program.found_inf.buffer,) if program.found_inf is not None else ())
         sharing = self._group.sharing if self._group is not None else None
-        planned = plan_within(program, kept, self.options, streams=self._streams, sharing=sharing)
+        settings = settings_for(program, self.options, cost_of(program), home=self._home, sharing=sharing)
+        planned = plan_within(program, kept, self.options, settings)
         executor = self._executor(planned.layout)
         watch = Watch(subject, got.guard, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
@@ -334,7 +336,7 @@ class CompiledStep:
 
     def _executor(self, layout: Layout) -> Replay:
         reducer = self._group.reducer if self._group is not None else None
-        if self._streams:
+        if self._home is Home.ALLOCATOR:
             return StreamExecutor(layout, poison=self.options.poison, reducer=reducer)
         return Executor(layout, self._arena, self._native, poison=self.options.poison, reducer=reducer)
 

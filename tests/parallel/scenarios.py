@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
+from takeback.compiler.passes import Home
 from takeback.compiler.run.stream import StreamExecutor
 from takeback.parallel import Reducer, cut
 
@@ -113,7 +114,7 @@ def race(
     ddp = DistributedDataParallel(theirs, process_group=group, find_unused_parameters=unused)
     step = tb.compile_step(ours, entropy, mine, group=group, **{"memory": "keep", **options})
     if streams:
-        step._streams, step._native = True, None
+        step._home, step._native = Home.ALLOCATOR, None
     accumulate, clip_norm = options.get("accumulate", 1), options.get("clip_norm")
     for i in range(steps):
         batch = batches(i)

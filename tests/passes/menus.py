@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import takeback as tb
-from takeback.compiler.passes import Draft, passes_for, run_passes
+from takeback.compiler.passes import Draft, run_passes
 from takeback.compiler.passes.menu import Menu
+from takeback.compiler.passes.recompute import recompute
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role
 
 aten = torch.ops.aten
@@ -31,7 +32,7 @@ def recorded(model: nn.Module, loss_fn: Any, *batch: Any) -> Program:
 
 def draft_of(program: Program) -> Draft:
     """What recompute gets to see."""
-    return run_passes(Draft(program), passes_for(places=False))
+    return run_passes(program, before=recompute)
 
 
 def a_second(op: Op) -> float:

@@ -9,12 +9,12 @@ import torch
 from menus import Writer, a_second, draft_of, recorded
 from torch import nn
 
+from takeback.compiler.layout import lay_out
 from takeback.compiler.passes import Draft
 from takeback.compiler.passes.choice import Choice, Rebuild, apply, fixed_buffers
 from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.program import Phase
-from takeback.compiler.layout import lay_out
 
 aten = torch.ops.aten
 

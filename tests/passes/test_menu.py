@@ -15,12 +15,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from takeback import zoo
+from takeback.compiler.layout import lay_out
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.recompute import planned_peak
 from takeback.compiler.program import Phase, Program, Region, Role
-from takeback.compiler.layout import lay_out
 
 aten = torch.ops.aten
 

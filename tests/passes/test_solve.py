@@ -12,12 +12,12 @@ from menus import Recipe, a_second, draft_of, every_choice, height, is_consisten
 from torch import nn
 
 from takeback import predict, zoo
+from takeback.compiler.layout import lay_out
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.recompute import Search, planned_peak
 from takeback.compiler.passes.solve import _COST_GAP, _PEAK_GAP, WORTH, Solver
-from takeback.compiler.layout import lay_out
 from takeback.errors import MemoryTargetError
 
 UNTIED = 1 << 20

@@ -21,6 +21,7 @@ from versus_eager import assert_same, gradients_of, same, state_of
 
 import takeback as tb
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.passes import Home
 from takeback.compiler.run.eager import eager_step
 from takeback.compiler.run.stream import StreamExecutor
 from takeback.compiler.run.verify import _sums, checksum
@@ -84,7 +85,7 @@ class Pair:
         settings = {"keep_grads": True, **self.settings}
         self.step = tb.compile_step(self.model, self.loss_fn, self.optimizer, scaler=self.scaler, **settings)
         if self.streams:
-            self.step._streams, self.step._native = True, None
+            self.step._home, self.step._native = Home.ALLOCATOR, None
 
     def state(self) -> dict[str, Tensor]:
         found = {k: v.detach().clone() for k, v in state_of(self.model, self.optimizer).items()}

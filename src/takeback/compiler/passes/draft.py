@@ -79,6 +79,7 @@ class Draft:
     placements: Mapping[BufferId, Placement] = field(default_factory=dict)
     moves: tuple[Moved, ...] = ()
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
+    planned_peak_bytes: int | None = None  #: what the choice of what to rebuild comes to, if one was made
     refusals: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()  #: what the user should know of how this plan was found
     passes: tuple[str, ...] = ()  #: the names of those that have run, in order

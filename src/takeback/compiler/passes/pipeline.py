@@ -21,6 +21,8 @@ from takeback.compiler.passes.recompute import Goal, Keep, Progress, Search, rec
 from takeback.compiler.passes.reduce import Sharing, reduce
 from takeback.compiler.program import BufferId, Op, Program
 
+_KEEP = Keep()
+
 
 @dataclass(frozen=True)
 class PassSettings:
@@ -29,7 +31,7 @@ class PassSettings:
     home: Home = Home.ARENA
     early: bool = False  #: each parameter is updated as soon as its gradient is complete
     sharing: Sharing | None = None  #: gradients are averaged over a group
-    goal: Goal = Keep()
+    goal: Goal = _KEEP
     seconds: Callable[[Op], float] = lambda op: 1.0  #: the predicted time of an op
     limit_s: float = 60.0  #: a last guard on the search for what to rebuild
     progress: Progress | None = None

@@ -30,6 +30,18 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Nothing is rebuilt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The cheapest below."""
+
+    room_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Lowest:
     """The lowest peak worth its cost (solve.py says what is)."""
 
@@ -41,7 +53,7 @@ class Within:
     share: float
 
 
-Goal = Lowest | Within
+Goal = Keep | Lowest | Within | Below
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,13 @@ def recompute(
 ) -> Draft:
     """The draft with the choice for `goal` made."""
     search = Search(draft, seconds, limit_s, progress)
+    if isinstance(goal, Below):
+        points = search.frontier() if search.keep.peak_bytes > goal.room_bytes else (search.keep,)
+        lowest = min(points, key=lambda p: p.peak_bytes)
+        point = next((p for p in points if p.peak_bytes <= goal.room_bytes), lowest)
+        from dataclasses import replace
+
+        return replace(apply(draft, point.choice), planned_peak_bytes=point.peak_bytes)
     return apply(draft, search.lowest(goal.share if isinstance(goal, Within) else None).choice)
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-from takeback.compiler.passes.cost import Rates
+from takeback.compiler.passes.cost import Rates, seconds
+from takeback.compiler.program import Op, Program
+from takeback.options import cache_dir
 
 _VERSION = 4
 _BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
@@ -28,6 +30,12 @@ _TURNS = 12
 def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
     """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
     return _rates(device, dtypes, cache, torch.get_num_threads())
+
+
+def cost_of(program: Program) -> Callable[[Op], float]:
+    """The predicted time of an op on this machine."""
+    dtypes = frozenset(r.dtype for op in program.ops for r in op.outputs)
+    return functools.partial(seconds, rates=rates(program.device_type, dtypes, cache_dir()))
 
 
 @functools.cache

@@ -1,9 +1,9 @@
 """Writes a layout as straight-line Python for a device whose own allocator places: values are local variables.
 
 In: a layout for the home ALLOCATOR, in which only kernels that write into given bytes overwrite. Out: `StreamCode`,
-whose source has passed the audit (audit.py) and defines `factory(env)` -> (compute(batch) -> held, update(batch, scalars, held) -> held). A result is
-allocated by the op that makes it, and every name of a buffer's bytes is dropped after the op at which its last owner
-dies.
+whose source has passed the audit (audit.py) and defines `factory(env)` -> (compute(batch) -> held, update(batch,
+scalars, held) -> held). A result is allocated by the op that makes it, and every name of a buffer's bytes is dropped
+after the op at which its last owner dies.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import takeback.nn  # registers torch.ops.takeback
-from takeback.compiler.run.calls import fastest
+from takeback.compiler.run.bindings import fastest
 
 assert takeback.nn
 
