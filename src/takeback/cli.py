@@ -42,7 +42,7 @@ class _Command(TyperCommand):
         return _plain(super().get_help_option(ctx))
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     """The same for the command that holds the others."""
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -59,7 +59,7 @@ FLAG = ""
 """The metavar of a flag, which takes no value."""
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandGroup,
     help="Compiles a PyTorch training step so that every buffer has one owner.",
     no_args_is_help=True,
     add_completion=False,

@@ -17,20 +17,19 @@ from torch.optim import Optimizer
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
+from takeback.compiler.capture.finish import OwnStep, finish_program, why_own_step
 from takeback.compiler.capture.session import capture
-from takeback.compiler.capture.twin import disproof
-from takeback.compiler.capture.update import own_step_reason, write_update
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.ownership.eager_peak import eager_peak
-from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes import Refusal
 from takeback.compiler.passes.pipeline import search_of
 from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.run.execution import Execution, Placing
 from takeback.compiler.run.probe import probe_scratch
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
@@ -70,17 +69,20 @@ def predict(
         solve_s=solve_s,
     )
     _check_device(device, gpu)
-    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options, progress)
+    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=progress)
     settings = settings_for(traced.program, options, cost_of(traced.program))
     plan = plan_within(traced.program, traced.kept, options, settings)
     layout = plan.layout
+    execution = Execution(
+        placing=traced.placing,
+        undo_bytes=undo_bytes(layout.draft.program),
+        kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
+    )
     return build_report(
         layout,
         traced.program,
-        refusals=traced.refusals,
-        undo_bytes=undo_bytes(layout.draft.program),
-        kept_grad_bytes=traced.kept_grad_bytes,
-        placed=traced.placed,
+        execution,
+        own_step=traced.own_step,
         step_s=plan.step_s,
         added_s=plan.added_s,
     )
@@ -124,8 +126,8 @@ def frontier(
         optimizer,
         batch,
         kwargs,
-        options,
-        lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
+        options=options,
+        progress=lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
     )
     program = traced.program
     say("listing what could be rebuilt")
@@ -143,7 +145,7 @@ def frontier(
         eager_bytes=eager_peak(program).transient_bytes,
         resident_bytes=resident_bytes(program),
         undo_bytes=undo_bytes(program),
-        kept_grad_bytes=traced.kept_grad_bytes,
+        kept_grad_bytes=grad_bytes(program) if keep_grads else 0,
     )
 
 
@@ -153,9 +155,8 @@ class _Traced:
 
     program: Program
     kept: frozenset[BufferId]
-    kept_grad_bytes: int
-    refusals: tuple[Refusal, ...]
-    placed: bool
+    own_step: OwnStep | None
+    placing: Placing
 
 
 def _check_device(device: str | None, gpu: str | None) -> None:
@@ -169,6 +170,7 @@ def _trace(
     optimizer: Optimizer,
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     options: Options,
     progress: Callable[[int, int], None] | None,
 ) -> _Traced:
@@ -178,6 +180,7 @@ def _trace(
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
     check_early(options, optimizer)
+    own_step = why_own_step(optimizer)
     with FakeWorld() as world:
         fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
@@ -190,23 +193,21 @@ def _trace(
             clip_norm=options.clip_norm,
         )
         got = capture(subject, fake_batch, fake_kwargs, real=False)
-        program = got.program
-        reason = own_step_reason(fake_optimizer)
-        planned = reason is None
-        if planned:
+        if own_step is None:
             world.fill_states(fake_optimizer, subject.parameters)
-            early = options.update == "early"
-            program, _ = write_update(program, fake_optimizer, subject.parameters, subject.names, one_by_one=early)
-    reason = reason or disproof(optimizer)
-    refusals: tuple[Refusal, ...] = ()
-    if reason is not None:
-        refusals = (Refusal("plan the update", type(optimizer).__name__, program.loss.buffer, 0, reason),)
+        finished = finish_program(
+            got.program,
+            fake_optimizer,
+            subject.parameters,
+            subject.names,
+            own_step=own_step,
+            one_by_one=options.update == "early",
+            keep_grads=options.keep_grads,
+        )
+    program, placing = finished.program, Placing.ARENA_BESIDE_OPS
     if native is not None:
-        program = probe_scratch(program, native, progress)
-    keep = options.keep_grads or not planned
-    kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-    grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
-    return _Traced(program, kept, grads, refusals, native is not None)
+        program, placing = probe_scratch(program, native, progress), Placing.ARENA
+    return _Traced(program, finished.kept, finished.own_step, placing)
 
 
 def largest_batch(

@@ -95,8 +95,10 @@ def capture(
     *,
     recording: Recordings | None = None,
     real: bool = True,
+    on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
 ) -> Capture:
-    """Records the step. A step that fills a cache the first time it runs is recorded a second time."""
+    """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
+    what takes back all that the step writes, before it writes anything."""
     first = _guard(subject, args, kwargs)
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
@@ -105,11 +107,11 @@ def capture(
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
         try:
-            return _attempt(subject, args, kwargs, recording, real)
+            return _attempt(subject, args, kwargs, recording, real, on_abort)
         except _Unsettled as unsettled:
             for generator, state in states:
                 generator.set_state(state)
-            got = _attempt(subject, args, kwargs, recording, real)
+            got = _attempt(subject, args, kwargs, recording, real, on_abort)
             taken_back = {t.untyped_storage()._cdata for t in unsettled.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
             return got
@@ -150,7 +152,12 @@ class _Unsettled(Exception):
 
 
 def _attempt(
-    subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recordings | None, real: bool
+    subject: Subject,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recordings | None,
+    real: bool,
+    on_abort: Callable[[Callable[[], None]], None],
 ) -> Capture:
     guard = _guard(subject, args, kwargs)
     for p in subject.parameters:
@@ -169,6 +176,7 @@ def _attempt(
             generators=guard.generators if real else (),
             held=functools.partial(_held_by, subject.model),
         )
+        on_abort(recorder.undo_)
         try:
             with _tripwires(), torch.enable_grad():
                 loss, aux, has_aux, norm = _run(subject, recorder, args, kwargs, guard.tensors)

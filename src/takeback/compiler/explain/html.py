@@ -12,7 +12,7 @@ from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import (
     MEANING,
-    Group,
+    ByReason,
     added_time,
     at_peak,
     clean,
@@ -274,7 +274,7 @@ def _largest(entries: Sequence[Entry]) -> str:
     return table(("value", "op", "line", "fate", "bytes", "reason"), rows, frozenset({4})) if rows else ""
 
 
-def _groups(groups: Sequence[Group]) -> str:
+def _groups(groups: Sequence[ByReason]) -> str:
     rows = [(f"{g.count:,}", show_bytes(g.size_bytes), g.decision, g.reason, g.example) for g in groups[:MOST_ROWS]]
     return table(("count", "bytes", "decision", "reason", "largest"), rows, frozenset({0, 1})) if rows else ""
 

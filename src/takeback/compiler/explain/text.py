@@ -35,7 +35,7 @@ MEANING = {
 
 
 @dataclass(frozen=True)
-class Group:
+class ByReason:
     """Copies or refusals with one reason. `example` is the largest of them."""
 
     decision: str
@@ -151,19 +151,19 @@ def fates(report: Report) -> list[tuple[Fate, int, int]]:
     return rows
 
 
-def copy_groups(report: Report) -> list[Group]:
+def copy_groups(report: Report) -> list[ByReason]:
     """The copies of the ledger by reason, most bytes first."""
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
     return _grouped(copied, lambda e: ("copy", str(e.reason)), lambda e: _example(e.value, e.op, e.line))
 
 
-def refusal_groups(report: Report) -> list[Group]:
+def refusal_groups(report: Report) -> list[ByReason]:
     """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last."""
 
     def example(r: Refusal) -> str:
         return _example("", r.op, IN_UPDATE if _is_of_update(r) else str(r.site or ""))
 
-    def grouped(refusals: Sequence[Refusal]) -> list[Group]:
+    def grouped(refusals: Sequence[Refusal]) -> list[ByReason]:
         return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
 
     others = grouped([r for r in report.refusals if not _is_of_update(r)])
@@ -184,12 +184,12 @@ def _grouped(
     rows: Sequence[Entry] | Sequence[Refusal],
     key: Callable[..., tuple[str, str]],
     example: Callable[..., str],
-) -> list[Group]:
+) -> list[ByReason]:
     groups: dict[tuple[str, str], list[Entry | Refusal]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     made = [
-        Group(
+        ByReason(
             clean(decision),
             clean(reason),
             len(members),
@@ -266,7 +266,7 @@ def _at_peak(report: Report) -> list[str]:
     return lines
 
 
-def _groups(title: str, done: str, groups: Sequence[Group]) -> list[str]:
+def _groups(title: str, done: str, groups: Sequence[ByReason]) -> list[str]:
     if not groups:
         return []
     lines = [heading(title)]

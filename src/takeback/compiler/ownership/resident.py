@@ -19,6 +19,11 @@ def resident_bytes(program: Program) -> int:
     return sum(resident_by_role(program).values())
 
 
+def grad_bytes(program: Program) -> int:
+    """What the gradients take where they are kept after the step."""
+    return sum(r.numel * r.dtype.itemsize for r in program.grads.values())
+
+
 def _on_device(buffer: Buffer, program: Program) -> bool:
     tensor = program.externals.get(buffer.id)
     return not buffer.device and (tensor is None or tensor.device.type == program.device_type)

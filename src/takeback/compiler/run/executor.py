@@ -13,6 +13,7 @@ from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, 
 from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
+from takeback.compiler.run.execution import Placing
 from takeback.compiler.run.replay import Replay
 from takeback.parallel import Reducer
 
@@ -39,6 +40,10 @@ class Executor(Replay):
         self._compute: Compute | None = None
         self._update: Update | None = None
         arena.reserve_(layout.placed.size_bytes)
+
+    @property
+    def placing(self) -> Placing:
+        return Placing.ARENA if self._native is not None else Placing.ARENA_BESIDE_OPS
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""

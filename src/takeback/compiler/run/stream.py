@@ -15,6 +15,7 @@ import torch
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
+from takeback.compiler.run.execution import Placing
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
 from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.streamcode import Compute, StreamCode, UpdateCode, generate_stream
@@ -49,6 +50,10 @@ class StreamExecutor(Replay):
         self._seen: dict[int, int] = {}  # most bytes inside an op above its results, by position
         self._requests = 0
 
+    @property
+    def placing(self) -> Placing:
+        return Placing.DEVICE
+
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         role = self.program.buffers[region.buffer].role
         if role is Role.BATCH:
@@ -59,7 +64,7 @@ class StreamExecutor(Replay):
             owner = self._held[self._places[self.layout.slots[region.buffer]]]
         return over(owner, region.dtype, region.shape, region.stride, region.offset)
 
-    def holds(self, region: Region) -> bool:
+    def still_has(self, region: Region) -> bool:
         return region.buffer not in self.layout.slots or self.layout.slots[region.buffer] in self._places
 
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ _UNSTEADY = (
 )
 
 
-def steadiness(program: Program, *, seen: bool = False) -> str:
+def nondeterminism(program: Program, *, seen: bool = False) -> str:
     """Advice for a step on CUDA; nothing for one on the CPU. `seen`: two plain runs of eager did differ."""
     if program.device_type != "cuda":
         return ""
