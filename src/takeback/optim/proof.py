@@ -63,7 +63,7 @@ def _trial(
     steps = torch.tensor(STEPS, dtype=torch.float32).to(device)
     twin_params, twin_steps = params.clone(), steps.clone()
     twin_states = {name: flat.clone() for name, flat in states.items()}
-    table = launch.Table(
+    table = launch.Chunks(
         views(params), offsets, offsets, range(len(sizes)), [f"trial {i}" for i in range(len(sizes))], dtype, device
     )
     for turn in range(ROUNDS):
