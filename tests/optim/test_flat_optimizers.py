@@ -459,7 +459,7 @@ def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) 
     sgd = SGDSettings(0.1, 0.0, 0.0, 0.02, nesterov=False, maximize=False)
     wrong = False
 
-    def stand_in(table: launch.Table, grads: torch.Tensor, *_: object) -> None:
+    def stand_in(table: launch.Chunks, grads: torch.Tensor, *_: object) -> None:
         offset = 0
         for p in table.params:
             g = grads[offset : offset + p.numel()].to(p.dtype)
@@ -482,7 +482,7 @@ def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_table_covers_every_element_once() -> None:
     params = [torch.zeros(n) for n in (1, launch.CHUNK, 0, 3 * launch.CHUNK + 5)]
-    table = launch.Table(
+    table = launch.Chunks(
         params, [0, 64, 9000, 9000], [0, 32, 8500, 8500], range(4), "abcd", torch.float32, torch.device("cpu")
     )
     rows = table.rows.tolist()
@@ -492,7 +492,7 @@ def test_a_table_covers_every_element_once() -> None:
     assert [row[0] for row in rows[2:]] == [last + 4 * launch.CHUNK * i for i in range(4)]
     assert rows[-1][1:3] == [9000 + 3 * launch.CHUNK, 8500 + 3 * launch.CHUNK]
     with pytest.raises(GradBufferError, match=r"a is torch\.float32 on cpu now; its state is torch\.bfloat16"):
-        launch.Table(params[:1], [0], [0], [0], "a", torch.bfloat16, torch.device("cpu"))
+        launch.Chunks(params[:1], [0], [0], [0], "a", torch.bfloat16, torch.device("cpu"))
 
 
 def test_importing_needs_no_triton() -> None:

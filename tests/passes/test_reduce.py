@@ -16,11 +16,12 @@ from takeback.compiler import layout as layout_module
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Draft, Packed, PassSettings, run_passes
 from takeback.compiler.passes.draft import slot_of
-from takeback.compiler.passes.reduce import Handover, Sharing, Slice
+from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program, Special
 from takeback.errors import BorrowError, PlanError
-from takeback.parallel import cut
+from takeback.flat import cut
+from takeback.flat import lay_out as lay_out_flat
 
 
 class Net(nn.Module):
@@ -49,9 +50,9 @@ def recorded(model: nn.Module, optimized: nn.Module) -> Program:
 
 def sharing_for(model: nn.Module, bucket_bytes: int = 300) -> Sharing:
     parameters = list(model.parameters())
-    made = cut([(len(parameters), torch.float32), *((p.numel(), p.dtype) for p in parameters)], bucket_bytes)
+    layout = lay_out_flat([(len(parameters), torch.float32), *((p.numel(), p.dtype) for p in parameters)])
     slices = tuple(Slice(i, p.dtype, tuple(p.shape), p.stride()) for i, p in enumerate(parameters))
-    return Sharing(slices, tuple(Handover(b.members, b.end - b.start) for b in made.buckets))
+    return Sharing(slices, cut(layout, bucket_bytes))
 
 
 @pytest.fixture

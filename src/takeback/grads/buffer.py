@@ -57,8 +57,8 @@ class GradBuffer:
         if group is not None:
             check_group(group)
             Replicas(model if isinstance(model, nn.Module) else nn.ParameterList(p for _, p in named), group).send_()
-        self.flats, self.slots = lay_out(named, dtype)
-        self._exchange = Exchange(self.flats, self.slots, group) if group is not None else None
+        self._layout, self.flats, self.slots = lay_out(named, dtype)
+        self._exchange = self._exchange_with(group) if group is not None else None
         self._exchanges: dict[dist.ProcessGroup, Exchange] = {}  #: of the groups that all_reduce() was called with
         self._alone = False  #: inside no_sync()
         whole = isinstance(model, nn.Module)
@@ -200,9 +200,12 @@ class GradBuffer:
         for exchange in self._exchanges.values():
             exchange.check_finished()
         if group not in self._exchanges:
-            self._exchanges[group] = Exchange(self.flats, self.slots, group)
+            self._exchanges[group] = self._exchange_with(group)
         self._exchanges[group].finish()
         return self
+
+    def _exchange_with(self, group: dist.ProcessGroup) -> Exchange:
+        return Exchange(self.flats, self.slots, self._layout, group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

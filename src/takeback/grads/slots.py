@@ -17,11 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from takeback import flat as flat_layouts
 from takeback.engine import Fate, cuda_stream, fate_of
 from takeback.errors import GradBufferError
-
-ALIGNMENT_BYTES = 128
-"""Of every slice: a cache line of today's GPUs, and more than any vector load needs."""
 
 ROW_BYTES = 4096
 """A flat buffer is a whole number of rows, so that one pass can reduce it row by row."""
@@ -192,36 +190,30 @@ class Slot:
 
 def lay_out(
     named: Sequence[tuple[str, torch.nn.Parameter]], dtype: torch.dtype | None
-) -> tuple[tuple[torch.Tensor, ...], tuple[Slot, ...]]:
-    """The flat tensors, and a slot for each parameter in order."""
-    ends: dict[tuple[torch.device, torch.dtype], int] = {}
-    places = []
-    for _, p in named:
-        key = (p.device, dtype or p.dtype)
-        offset = ends.get(key, 0)
-        places.append((key, offset))
-        ends[key] = _up(offset + p.numel(), ALIGNMENT_BYTES // key[1].itemsize)
+) -> tuple[flat_layouts.FlatLayout, tuple[torch.Tensor, ...], tuple[Slot, ...]]:
+    """Where the slices lie, the flat tensors, and a slot for each parameter in order."""
+    params = [p for _, p in named]
+    layout = flat_layouts.lay_out([(p.numel(), dtype or p.dtype) for p in params], [p.device for p in params])
     with torch.inference_mode(False):
-        flats = {
-            key: torch.zeros(_up(max(end, 1), ROW_BYTES // key[1].itemsize), device=key[0], dtype=key[1])
-            for key, end in ends.items()
-        }
-        index = {key: i for i, key in enumerate(flats)}
-        slots = tuple(
-            Slot(name, p, index[key], offset, _slice(flats[key], p, offset))
-            for (name, p), (key, offset) in zip(named, places, strict=True)
+        flats = tuple(
+            torch.zeros(
+                flat_layouts.rounded_up(max(numel, 1), ROW_BYTES // kind.dtype.itemsize),
+                device=kind.device,
+                dtype=kind.dtype,
+            )
+            for kind, numel in zip(layout.kinds, layout.numels, strict=True)
         )
-    return tuple(flats.values()), slots
+        slots = tuple(
+            Slot(name, p, place.flat, place.start, _slice(flats[place.flat], p, place.start))
+            for (name, p), place in zip(named, layout.slices, strict=True)
+        )
+    return layout, flats, slots
 
 
 def _slice(flat: torch.Tensor, p: torch.Tensor, offset: int) -> torch.Tensor:
     """Not a view in autograd's eyes: those would share one version counter, and a write into one slice would make every
     other look changed."""
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, p.shape, p.stride())
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def padding_of(flat: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Batch:
     indices: tuple[int, ...]  #: in the part
     first: bool
     lists: Lists
-    table: launch.Table | None = None
+    table: launch.Chunks | None = None
 
 
 @dataclass
@@ -346,7 +346,7 @@ def _update_flat_(batch: Batch, settings: AdamSettings | SGDSettings, factor: Te
     table = batch.table
     if table is None or table.addresses != launch.addresses(params):
         slots = [part.slots[i] for i in batch.indices]
-        table = batch.table = launch.Table(
+        table = batch.table = launch.Chunks(
             params,
             [slot.offset for slot in slots],
             [part.offsets[i] for i in batch.indices],

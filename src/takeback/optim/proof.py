@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from takeback.flat import lay_out
 from takeback.optim import fused, launch
 from takeback.optim.fused import AdamSettings, Lists, Scaling, SGDSettings
 
@@ -44,10 +45,8 @@ def _trial(
     settings = replace(settings, lr=float(settings.lr) or 1e-3)
     generator = torch.Generator().manual_seed(0)
     sizes = [SIZES[i % len(SIZES)] if i < 4 * len(SIZES) else 64 for i in range(len(STEPS))]
-    offsets, size = [], 0
-    for n in sizes:
-        offsets.append(size)
-        size += -(-n // 64) * 64
+    layout = lay_out([(n, dtype) for n in sizes])
+    offsets, size = [place.start for place in layout.slices], sum(layout.numels)
 
     def values(spread: int) -> Tensor:
         scale = 10.0 ** torch.randint(-spread, 3, (size,), generator=generator)
@@ -64,7 +63,7 @@ def _trial(
     steps = torch.tensor(STEPS, dtype=torch.float32).to(device)
     twin_params, twin_steps = params.clone(), steps.clone()
     twin_states = {name: flat.clone() for name, flat in states.items()}
-    table = launch.Table(
+    table = launch.Chunks(
         views(params), offsets, offsets, range(len(sizes)), [f"trial {i}" for i in range(len(sizes))], dtype, device
     )
     for turn in range(ROUNDS):

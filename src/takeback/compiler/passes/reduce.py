@@ -17,6 +17,7 @@ import torch
 
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role, Special
+from takeback.flat import Bucket
 
 aten = torch.ops.aten
 
@@ -31,21 +32,13 @@ class Slice:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """A bucket: which slices it holds (position 0 stands for the flags, i + 1 for slice i), and its elements, padding
-    between slices included."""
-
-    members: tuple[int, ...]
-    numel: int
-
-
 @dataclass(frozen=True)
 class Sharing:
-    """What every rank of the group has agreed on. `buckets` are in the order in which they are handed over."""
+    """What every rank of the group has agreed on. `buckets` are in the order in which they are handed over; of their
+    members 0 stands for the flags, i + 1 for slice i."""
 
     slices: tuple[Slice, ...]
-    buckets: tuple[Handover, ...]
+    buckets: tuple[Bucket, ...]
 
     @property
     def flag_dtype(self) -> torch.dtype:

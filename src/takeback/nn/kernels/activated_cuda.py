@@ -17,11 +17,12 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from takeback.nn.kernels import activated_triton as kernels
-from takeback.nn.kernels.launch import Launch, on, parts_of, power, processors
+from takeback.nn.kernels.launch import Launch, given, on, parts_of, power, processors
 from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.activated import Layer
+    from takeback.nn.kernels.norm_call import Into
 
 _TILE, _COLUMNS, _WARPS = 4096, 256, 4  #: of a program that writes as many elements as it reads
 _SUM_TILE, _SUM_COLUMNS = 4096, 64  #: of a program that sums over rows of a matrix
@@ -54,7 +55,7 @@ def batch_statistics(
 def normalise_(x: Tensor, out: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> None:
     """out = act(gamma * (x - mean) * invstd + beta)."""
     with on(x):
-        _plan_of(x, layer).normalise(x, out, _given(layer.weight, x), _given(layer.bias, x), mean, invstd)
+        _plan_of(x, layer).normalise(x, out, given(layer.weight, x), given(layer.bias, x), mean, invstd)
 
 
 def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,12 +68,71 @@ def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor
     )
     if not layer.count:
         return sums.zero_(), of_weight.zero_(), of_bias.zero_()
-    weight = _given(layer.weight, dy)
     with on(dy):
-        partial = dy.new_empty((2, plan.sum.parts, plan.sum.columns), dtype=plan.width)
-        plan.sum.launch(dy, saved, weight, _given(layer.bias, dy), mean, invstd, partial)
-        plan.combine_sums(partial, sums, weight, of_weight, of_bias)
+        partial = _partial_sums(plan, dy, saved, layer, mean, invstd)
+        plan.combine_sums(partial, sums, given(layer.weight, dy), of_weight, of_bias)
     return sums, of_weight, of_bias
+
+
+def gather_into_(
+    dy: Tensor,
+    saved: Tensor,
+    layer: Layer,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_grad: Into | None,
+    bias_grad: Into | None,
+) -> Tensor:
+    """The same, with the gradients written where they are wanted; the sums. The weight's own sign is taken."""
+    plan = _plan_of(dy, layer)
+    if not layer.count:
+        return combine_into_(dy.new_zeros((2, 1, layer.channels), dtype=plan.width), 1, weight_grad, bias_grad)
+    with on(dy):
+        partial = _partial_sums(plan, dy, saved, layer, mean, invstd)
+    return combine_into_(partial, plan.sum.spots, weight_grad, bias_grad)
+
+
+def _partial_sums(plan: Plan, dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> Tensor:
+    partial = dy.new_empty((2, plan.sum.parts, plan.sum.columns), dtype=plan.width)
+    plan.sum.launch(dy, saved, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, partial)
+    return partial
+
+
+def combine_into_(partial: Tensor, spots: int, weight_grad: Into | None, bias_grad: Into | None) -> Tensor:
+    """Adds up partial sums, [2, parts, channels * spots], in order; [2, channels]: the sums. They are stored, or added,
+    where the gradients of bias and weight are wanted."""
+    channels = partial.shape[2] // spots
+    sums = partial.new_empty((2, channels))
+    of_weight, of_bias = (partial if into is None else into.slice for into in (weight_grad, bias_grad))
+    launch = _combine_into(
+        partial.device,
+        (partial.dtype, of_weight.dtype, of_bias.dtype),
+        (partial.shape[1], channels, spots),
+        (_how(weight_grad), _how(bias_grad)),
+    )
+    with on(partial):
+        launch(partial, sums, partial, of_weight, of_bias)
+    return sums
+
+
+def _how(into: Into | None) -> int:
+    """As combine_sums wants it."""
+    return 0 if into is None else 2 if into.accumulate else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _combine_into(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, int, int], how: tuple[int, int]
+) -> Launch:
+    return combine_launch(dtypes[0], sizes, how=how)
+
+
+def combine_launch(
+    width: torch.dtype, sizes: tuple[int, int, int], *, absolute: bool = False, how: tuple[int, int] = (1, 1)
+) -> Launch:
+    """The launch of combine_sums for `sizes`: parts, channels, spots."""
+    form = {"ABSOLUTE": absolute, "WEIGHT": how[0], "BIAS": how[1], "ACC": WIDTHS[width], "BLOCK_P": 64, "BLOCK_N": 16}
+    return Launch(kernels.combine_sums, (parts_of(sizes[1], 16),), sizes, form)
 
 
 def put_(
@@ -87,7 +147,7 @@ def put_(
 ) -> None:
     """out = gamma * invstd * (dz - sums[0] / count - xhat * sums[1] / count)."""
     plan = _plan_of(dy, layer)
-    tensors = dy, saved, out, _given(layer.weight, dy), _given(layer.bias, dy), mean, invstd, _given(sums, mean)
+    tensors = dy, saved, out, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, given(sums, mean)
     with on(dy):
         (plan.put_constant if sums is None else plan.put)(*tensors, scalars=(count,))
 
@@ -98,7 +158,7 @@ def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, depth: float,
     launch = _worst_ratio(weight.device, weight.numel(), *dtypes, least, depth, absolute_eps)
     worst = weight.new_empty((), dtype=torch.float32)
     with on(weight):
-        launch(weight, _given(bias, weight), worst)
+        launch(weight, given(bias, weight), worst)
     return worst
 
 
@@ -216,12 +276,15 @@ class Plan:
         combine = self._combine_moments.get(key)
         if combine is None:
             form = {"EPS": eps, "HAS_MEAN": running_mean is not None, "HAS_VAR": running_var is not None}
-            combine = self._combine_moments[key] = self._combine(kernels.combine_moments, one, form)
+            tile = {"ACC": WIDTHS[self.width], "BLOCK_P": 64, "BLOCK_N": 16}
+            sizes = one.parts, channels, one.spots
+            combine = Launch(kernels.combine_moments, (parts_of(channels, 16),), sizes, form | tile)
+            self._combine_moments[key] = combine
         with on(x):
             partial = x.new_empty((3, one.parts, one.columns), dtype=self.width)
             mean, variance, invstd = (x.new_empty(channels, dtype=self.width) for _ in range(3))
             one.launch(x, partial)
-            running = _given(running_mean, mean), _given(running_var, mean)
+            running = given(running_mean, mean), given(running_var, mean)
             combine(partial, mean, variance, invstd, *running, scalars=_halves(momentum))
         return mean, variance, invstd
 
@@ -237,7 +300,8 @@ class Plan:
 
     @functools.cached_property
     def combine_sums(self) -> Launch:
-        return self._combine(kernels.combine_sums, self.sum, {"ABSOLUTE": self.key.absolute_eps is not None})
+        sizes = self.sum.parts, self.key.channels, self.sum.spots
+        return combine_launch(self.width, sizes, absolute=self.key.absolute_eps is not None)
 
     @functools.cached_property
     def normalise(self) -> Launch:
@@ -285,18 +349,8 @@ class Plan:
         launch = Launch(over_columns, (tiles, parts), sizes, form | tile, num_warps=warps[0])
         return Sum(launch, parts, self.columns, self.spots)
 
-    def _combine(self, kernel: Any, one: Sum, form: dict[str, Any]) -> Launch:
-        channels = self.key.channels
-        tile = {"ACC": WIDTHS[self.width], "BLOCK_P": 64, "BLOCK_N": 16}
-        return Launch(kernel, (parts_of(channels, 16),), (one.parts, channels, one.spots), form | tile)
-
 
 def _halves(value: float) -> tuple[float, float]:
     """A scalar reaches a kernel as float32: the value as the sum of two of those."""
     high = ctypes.c_float(value).value
     return high, value - high
-
-
-def _given(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A kernel's argument is a pointer even where a constant says that it is not used."""
-    return otherwise if tensor is None else tensor

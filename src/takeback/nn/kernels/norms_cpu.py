@@ -1,4 +1,4 @@
-"""Runs a norm's backward on the CPU: a `Call` in, its dx and slices written, or the reason why they were not."""
+"""Runs a norm's backward on the CPU: a `NormCall` in, its dx and slices written, or the reason why they were not."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import threading
 
 import torch
 
-from takeback.nn.kernels.call import Call, Into
 from takeback.nn.kernels.library import DTYPES, address, open_library
+from takeback.nn.kernels.norm_call import Into, NormCall
 
 _lock = threading.Lock()
 
 
-class _Slice(ctypes.Structure):
+class _NativeInto(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("dtype", ctypes.c_int32), ("accumulate", ctypes.c_int32)]
 
 
-class _Call(ctypes.Structure):
+class _NativeCall(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("dy", "x", "weight", "mean", "rstd", "dx")),
-        *((name, _Slice) for name in ("weight_grad", "bias_grad")),
+        *((name, _NativeInto) for name in ("weight_grad", "bias_grad")),
         *((name, ctypes.c_int64) for name in ("batch", "channels", "spots", "groups")),
         ("eps", ctypes.c_double),
         *((name, ctypes.c_int32) for name in ("dtype", "weight_dtype", "training", "threads")),
     ]
 
 
-def run_(call: Call) -> str | None:
+def run_(call: NormCall) -> str | None:
     """Write what `call` asks for; the reason where that cannot be, and then nothing was written."""
     with _lock:
         library = _library()
     if isinstance(library, str):
         return library
-    native = _Call(
+    native = _NativeCall(
         *map(address, (call.dy, call.x, call.weight, call.mean, call.rstd, call.dx)),
-        _slice(call.weight_grad),
-        _slice(call.bias_grad),
+        _native_into(call.weight_grad),
+        _native_into(call.bias_grad),
         call.batch,
         call.channels,
         call.spots,
@@ -53,12 +53,12 @@ def run_(call: Call) -> str | None:
     return None
 
 
-def _slice(into: Into | None) -> _Slice:
+def _native_into(into: Into | None) -> _NativeInto:
     if into is None:
-        return _Slice(None, 0, 0)
-    return _Slice(into.slice.data_ptr(), DTYPES[into.slice.dtype], into.accumulate)
+        return _NativeInto(None, 0, 0)
+    return _NativeInto(into.slice.data_ptr(), DTYPES[into.slice.dtype], into.accumulate)
 
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | str:
-    return open_library("norms.cpp", {"tb_norm_backward": [ctypes.c_int, ctypes.POINTER(_Call)]})
+    return open_library("norms.cpp", {"tb_norm_backward": [ctypes.c_int, ctypes.POINTER(_NativeCall)]})

@@ -1,4 +1,4 @@
-"""One norm's backward as plain data: what `norms.py` has checked, and what `cpu.py` and `cuda.py` compute."""
+"""One norm's backward as plain data: checked by `norms.py`, computed by `norms_cpu.py` and `norms_cuda.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Into:
 
 
 @dataclass(frozen=True)
-class Call:
+class NormCall:
     """Everything lies dense in the layout that `norm` names; mean and rstd are as wide as the arithmetic.
 
     layer_norm and rms_norm are rows of `channels` elements: `batch` rows, one spot.
