@@ -33,7 +33,7 @@ COMPILER = (
     "__init__",
 )
 EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "parallel", "zoo")
-PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
+PARTS = (*COMPILER, *EAGER, "errors", "options", "cache", "native", "engine")
 
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "parallel": frozenset(),
     "errors": frozenset(),
     "options": frozenset(),
+    "cache": frozenset(),
     "native": frozenset(),
     "engine": frozenset(),
     "zoo": frozenset(),
