@@ -5,22 +5,24 @@ it goes. Over drawn programs, and over small models as recorded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from takeback.compiler.budget import Planned, plan_within, search_for
 from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback import budget, zoo
+from takeback import zoo
 from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
+from takeback.compiler.passes.pipeline import search_of
 from takeback.compiler.passes.recompute import Search
-from takeback.compiler.program import Program
+from takeback.compiler.planning import Planned, plan_within, settings_for
+from takeback.compiler.program import Op, Program
+from takeback.compiler.run.calibrate import cost_of
 from takeback.errors import MemoryTargetError
 from takeback.options import Options
 
@@ -37,8 +39,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def planned(program: Program, memory: str, solve_s: float = 1.0) -> Planned:
-    return plan_within(program, frozenset(), Options(memory=memory, solve_s=solve_s))
+def planned(program: Program, memory: str, seconds: Callable[[Op], float] | None = None) -> Planned:
+    options = Options(memory=memory)
+    return plan_within(program, frozenset(), options, settings_for(program, options, seconds or cost_of(program)))
 
 
 def peak_of(program: Program, plan: Planned) -> int:
@@ -58,16 +61,16 @@ def small_gpt() -> Program:
     return recorded(case.model, case.loss_fn, *case.batch)
 
 
-def assert_monotone(program: Program, levels: int) -> None:
+def assert_monotone(program: Program, levels: int, seconds: Callable[[Op], float] | None = None) -> None:
     """Targets from below what is possible up to what needs no rebuilding."""
-    most, least = (peak_of(program, planned(program, m)) for m in ("keep", "min"))
+    most, least = (peak_of(program, planned(program, m, seconds)) for m in ("keep", "min"))
     before: tuple[int, float] | None = None
     for level in range(-1, levels + 1):
         target = least + (most - least) * level // levels
         if target <= 0:
             continue
         try:
-            plan = planned(program, f"{target}B")
+            plan = planned(program, f"{target}B", seconds)
         except MemoryTargetError:
             assert before is None, "a larger budget failed where a smaller one did not"
             assert target < least
@@ -84,9 +87,7 @@ def assert_monotone(program: Program, levels: int) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
 def test_peak_and_time_are_monotone_in_the_budget_of_a_random_program(recipe: Recipe) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "cost_of", lambda program: a_second)
-        assert_monotone(written(recipe), levels=4)
+    assert_monotone(written(recipe), levels=4, seconds=a_second)
 
 
 @pytest.mark.parametrize("make", [small_mlp, small_gpt])
@@ -97,7 +98,7 @@ def test_peak_and_time_are_monotone_in_the_budget_of_a_recorded_model(make: obje
 
 def test_lowest_peak_is_no_higher_than_any_of_the_frontier() -> None:
     program = small_mlp()
-    points = search_for(program, frozenset(), Options(solve_s=3.0), None).frontier()
+    points = search_of(program, frozenset(), settings_for(program, Options(), cost_of(program))).frontier()
     least = planned(program, "min").layout
     assert len(points) > 2
     assert least.alive_bytes <= min(p.peak_bytes for p in points)
