@@ -27,11 +27,13 @@ from typer.core import TyperCommand, TyperGroup
 import takeback
 from takeback import demo as demos
 from takeback.compiler.explain.frontier import Frontier
+from takeback.compiler.explain.passes import passes_text
 from takeback.compiler.explain.report import Report
 from takeback.errors import OverwriteError, TakebackError
 from takeback.guard import Guard
 from takeback.options import Options
 from takeback.predict import frontier as find_frontier
+from takeback.predict import passes as find_passes
 from takeback.zoo import CASES, Case, case
 
 
@@ -145,8 +147,17 @@ def explain(
             "--frontier", metavar=FLAG, help="Show peak against predicted time instead; no step of TARGET is run."
         ),
     ] = False,
+    passes: Annotated[
+        bool,
+        typer.Option(
+            "--passes", metavar=FLAG, help="Show what each pass changes in the program instead; nothing is run."
+        ),
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", metavar=FLAG, help="With --passes: the whole program after each pass.")
+    ] = False,
     solve_s: Annotated[
-        float, typer.Option(help="How long the choice of what to rebuild may take, in seconds.")
+        float, typer.Option(help="A last guard on the choice of what to rebuild, in seconds.")
     ] = SOLVE_S,
 ) -> None:
     """Run a few steps of TARGET and show what lives where, what is copied and why."""
@@ -154,6 +165,13 @@ def explain(
         _check_writable(html, json)
         if frontier and memory is not None:
             raise BadArgument("--frontier shows every --memory side by side; leave one of the two out")
+        if passes and (frontier or html or json):
+            raise BadArgument("--passes prints text, and nothing else; leave --frontier, --html and --json out")
+        if whole and not passes:
+            raise BadArgument("--whole belongs to --passes")
+        if passes:
+            _show_passes(target, memory or AUTO, solve_s, whole=whole)
+            return
         made: Report | Frontier
         if frontier:
             subject = load_case(target)
@@ -169,6 +187,28 @@ def explain(
     if json is not None:
         json.write_text(made.to_json(), encoding="utf-8")
         typer.echo(f"\ndata: {json}")
+
+
+def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> None:
+    subject = load_case(target)
+    with _telling(f"tracing {target}") as tell:
+        records = find_passes(
+            subject.model,
+            subject.loss_fn,
+            subject.optimizer,
+            *subject.batch,
+            memory=memory,
+            solve_s=solve_s,
+            progress=tell,
+        )
+    console = Console(highlight=False)
+    for line in passes_text(records, whole=whole):
+        # On a terminal a line of the program stays one line; a file or a pipe gets all of it.
+        if console.is_terminal:
+            style = {"-": "red", "+": "green"}.get(line.strip()[:1], "")
+            console.print(Text(line, style=style, no_wrap=True, overflow="ellipsis"))
+        else:
+            typer.echo(line)
 
 
 def _report(target: str, steps: int, memory: str, solve_s: float) -> Report:

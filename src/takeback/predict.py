@@ -1,5 +1,5 @@
 """What a step would need, before it runs: `predict` traces it with fake tensors, `frontier` says what less memory
-would cost in time, `largest_batch` searches over batch sizes.
+would cost in time, `passes` shows what each pass does, `largest_batch` searches over batch sizes.
 
 Nothing of the user's is touched or run: model, optimizer and batch are replaced by fakes of the same shapes. Only the
 scratch inside kernels cannot be seen that way; each distinct op that may take some is tried once, on zeros.
@@ -20,11 +20,13 @@ from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.finish import OwnStep, finish_program, why_own_step
 from takeback.compiler.capture.session import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
+from takeback.compiler.explain.passes import PassRecord
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes.pipeline import search_of
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.pipeline import PIPELINE, search_of
 from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
@@ -86,6 +88,45 @@ def predict(
         step_s=plan.step_s,
         added_s=plan.added_s,
     )
+
+
+def passes(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *batch: Any,
+    memory: str = "auto",
+    update: str = "end",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    keep_grads: bool = False,
+    solve_s: float = Options.solve_s,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> tuple[PassRecord, ...]:
+    """What each pass makes of the step, in the order in which they run: the program before and after it. Nothing of the
+    user's is run. `takeback explain TARGET --passes` prints it."""
+    options = Options(
+        memory=memory,
+        update=update,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        solve_s=solve_s,
+    )
+    say = progress or (lambda text: None)
+    say("tracing the step")
+    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=None)
+    settings = settings_for(traced.program, options, cost_of(traced.program), progress=progress)
+    records: list[PassRecord] = []
+
+    def watch(name: str, before: Draft, after: Draft | str) -> None:
+        if name == PIPELINE[0].name:
+            records.clear()  # a target may take several rounds: the last one made the plan
+        records.append(PassRecord(name, before, after))
+
+    plan_within(traced.program, traced.kept, options, settings, watch=watch)
+    return tuple(records)
 
 
 def frontier(
