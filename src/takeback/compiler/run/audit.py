@@ -15,7 +15,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.kinds import Kind
@@ -27,6 +27,8 @@ WHAT_TO_DO = "The code must not be run; this is a bug in whatever wrote it."
 
 #: Calls that give the first argument's bytes under another name, or (fit) a copy that takes their place.
 _SAME_BYTES = frozenset(("as_strided", "over", "fit"))
+#: Calls that prepare names for an op, and are not the op.
+_HELPERS = _SAME_BYTES | {"empty_strided", "raw", "poison"}
 #: Ops that no line is written for, or none that touches bytes of the step's own.
 _NO_BYTES = frozenset((Kind.NOTHING, Kind.WAIT, Kind.RANDOM))
 
@@ -105,7 +107,8 @@ def _follow_(text: str, names: _Names, used: set[str], returned: list[Storage], 
     if not isinstance(statement, ast.Assign):
         for name in _local_names(statement):
             _bytes_of(name, names, position, text)
-            used.add(name)
+        if not text.startswith("poison("):
+            used.update(_local_names(statement))
         return
     value = statement.value
     targets = [name for target in statement.targets for name in _local_names(target)]
@@ -118,8 +121,9 @@ def _follow_(text: str, names: _Names, used: set[str], returned: list[Storage], 
     elif isinstance(value, ast.Name) and value.id == "H":  # the update begins with what compute returned
         names.storage_of.update(zip(targets, returned, strict=True))
     else:
-        used.update(read, targets)
         called = value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+        if called not in _HELPERS:
+            used.update(read, targets)
         for name in targets:
             if called in _SAME_BYTES:
                 names.storage_of[name] = names.storage_of[read[0]]
@@ -145,13 +149,23 @@ def _check_op_(
 ) -> None:
     """Every operand's name has the bytes of the value that is meant; every result's gets the new value."""
     label = f"op {position} '{show_op(op, layout.program.buffers)[:200]}'"
-    standing = {claims[name]: names.storage_of[name] for name in used if name in names.storage_of}
+    standing: dict[Region, Storage] = {}
+    for name in sorted(used & names.storage_of.keys()):
+        storage = names.storage_of[name]
+        if standing.setdefault(claims[name], storage) != storage:
+            raise BorrowError(f"{label} has two places for the bytes of %{claims[name].buffer}. {WHAT_TO_DO}")
+    mine = {replace(r, buffer=layout.slots[r.buffer]) for r in (*op.inputs, *op.outputs) if r.buffer in layout.slots}
+    for claim in standing:
+        if claim not in mine:
+            raise BorrowError(f"{label} is given bytes of %{claim.buffer}, and it has no such operand. {WHAT_TO_DO}")
     reads: dict[BufferId, Storage] = {}
     for region in op.inputs:
         if region.buffer not in layout.slots:
             continue
-        storage = _find(region, standing, layout, label)
-        reads[region.buffer] = storage
+        key = replace(region, buffer=layout.slots[region.buffer])
+        if key not in standing:
+            raise BorrowError(f"{label} is not given its operand %{region.buffer}. {WHAT_TO_DO}")
+        storage = reads[region.buffer] = standing[key]
         if region.buffer not in written:
             continue  # what torch.empty gave holds anything, and a first write may be in place
         meant, there = (region.buffer, written[region.buffer]), names.value_in[storage]
