@@ -18,7 +18,7 @@ from takeback.compiler.budget import AUTO_SHARE, check_early, cost_of, plan_with
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.session import capture
+from takeback.compiler.capture.record_step import capture
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import own_step_reason, write_update
 from takeback.compiler.explain.eager import eager_peak

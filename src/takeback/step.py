@@ -22,8 +22,9 @@ import torch
 from takeback.compiler.budget import Planned, check_early, plan_within
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_leaves, take_apart
+from takeback.compiler.capture.record_step import AuxSlot, Capture, capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import AuxSlot, Capture, Subject, capture
+from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
 from takeback.compiler.capture.watch import Watch, ambient
@@ -125,7 +126,7 @@ class Plan:
     rehearsals: int = 0
 
     def holds(self, leaves: Sequence[torch.Tensor]) -> bool:
-        if self.update is not None and not self.update.holds():
+        if self.update is not None and not self.update.still_applies():
             return False
         if self.executor.written_leaves and len({t.untyped_storage().data_ptr() for t in leaves}) < len(leaves):
             return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew
@@ -323,7 +324,7 @@ class CompiledStep:
         sharing = self._group.sharing if self._group is not None else None
         planned = plan_within(program, kept, self.options, streams=self._streams, sharing=sharing)
         executor = self._executor(planned.layout)
-        watch = Watch(subject, got.guard, leaves)
+        watch = Watch(subject, got.assumptions, leaves)
         names = tuple(subject.names[id(p)] for p in subject.parameters)
         plan = Plan(key, watch, update, executor, planned, program, got.aux_form, got.has_aux, tuple(refusals), names)
         plan.awaits_state = awaits

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import Capture
 from takeback.compiler.program import Program
 from takeback.compiler.run.commit import Gate
 from takeback.compiler.run.eager import eager_gradients, eager_step
