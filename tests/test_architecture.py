@@ -20,6 +20,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 COMPILER = (
     "program",
     "schema",
+    "form",
     "capture",
     "ownership",
     "passes",
@@ -39,9 +40,10 @@ PARTS = (*COMPILER, *EAGER, "errors", "options", "cache", "native", "engine")
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "program": frozenset(),
     "schema": frozenset({"program"}),
-    "capture": frozenset({"program"}),
+    "form": frozenset({"program", "schema"}),
+    "capture": frozenset({"program", "schema"}),
     "ownership": frozenset({"program", "schema", "capture"}),
-    "passes": frozenset({"program", "schema", "capture", "ownership"}),
+    "passes": frozenset({"program", "schema", "form", "capture", "ownership"}),
     "plan": frozenset(),
     "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
     "explain": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run"}),

@@ -18,7 +18,7 @@ from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.finish import OwnStep, finish_program, why_own_step
-from takeback.compiler.capture.session import capture
+from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.passes import PassRecord
 from takeback.compiler.explain.report import Report, build_report

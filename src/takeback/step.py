@@ -20,8 +20,9 @@ import torch
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
 from takeback.compiler.capture.finish import finish_program, why_own_step
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import Capture, Subject
+from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch, ambient
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.layout import Layout
@@ -232,7 +233,7 @@ class CompiledStep:
         planned = plan_within(finished.program, finished.kept, options, settings)
         return Plan(
             key=key,
-            watch=Watch(subject, got.guard, leaves),
+            watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
             executor=self._executor(planned.layout),
             aux_form=got.aux_form,

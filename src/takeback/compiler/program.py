@@ -192,11 +192,11 @@ class Op:
 
     @property
     def inputs(self) -> tuple[Region, ...]:
-        return tuple(regions(self.args)) + tuple(regions(tuple(self.kwargs.values())))
+        return (*_regions(self.args), *_regions(tuple(self.kwargs.values())))
 
     @property
     def outputs(self) -> tuple[Region, ...]:
-        return tuple(regions(self.results))
+        return tuple(_regions(self.results))
 
     def map(self, *, reads: Change = same, writes: Change = same) -> Op:
         """The op with each operand replaced by `reads(region)` and each result by `writes(region)`. What it mutates
@@ -222,17 +222,21 @@ class Op:
 
 def regions(tree: Argument) -> Iterator[Region]:
     """Every region in an argument, in order."""
-    if isinstance(tree, Region):
-        yield tree
-    elif isinstance(tree, tuple):
-        for leaf in tree:
-            yield from regions(leaf)
+    return iter(_regions((tree,)))
+
+
+def _regions(tree: tuple[Argument, ...]) -> list[Region]:
+    found: list[Region] = []  # a list, for this is asked of every op by every pass
+    for leaf in tree:
+        if isinstance(leaf, Region):
+            found.append(leaf)
+        elif isinstance(leaf, tuple):
+            found += _regions(leaf)
+    return found
 
 
 @overload
-def map_regions(
-    tree: tuple[Argument, ...], change: Callable[[Region], Argument]
-) -> tuple[Argument, ...]: ...  # a tuple stays one
+def map_regions(tree: tuple[Argument, ...], change: Callable[[Region], Argument]) -> tuple[Argument, ...]: ...
 @overload
 def map_regions(tree: Argument, change: Callable[[Region], Argument]) -> Argument: ...
 def map_regions(tree: Argument, change: Callable[[Region], Argument]) -> Argument:

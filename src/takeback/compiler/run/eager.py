@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from takeback.compiler.capture.batch import microbatch
-from takeback.compiler.capture.session import split_loss
+from takeback.compiler.capture.loss import split_loss
 
 
 class Scaler(Protocol):

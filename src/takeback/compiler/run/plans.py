@@ -54,7 +54,7 @@ class Plan:
         return eager_peak(self.original).transient_bytes
 
     def applies(self, leaves: Sequence[torch.Tensor]) -> bool:
-        if self.update is not None and not self.update.holds():
+        if self.update is not None and not self.update.still_applies():
             return False
         if self.executor.written_leaves and len({t.untyped_storage().data_ptr() for t in leaves}) < len(leaves):
             return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew

@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import Capture, Recordings, Subject, capture
+from takeback.compiler.capture.subject import Subject
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.proof import Measure

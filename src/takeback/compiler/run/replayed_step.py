@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.batch import map_leaves
+from takeback.compiler.capture.record_step import AuxSlot
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import AuxSlot
 from takeback.compiler.capture.update import Update
 from takeback.compiler.program import Region
 from takeback.compiler.run.eager import clip_

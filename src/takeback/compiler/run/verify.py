@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import Capture
 from takeback.compiler.ownership.writes import generators_of, written_before_update
 from takeback.compiler.program import Program
 from takeback.compiler.run.eager import Batch, Recipe, clip_

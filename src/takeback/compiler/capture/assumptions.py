@@ -1,8 +1,8 @@
-"""Holds what a recording baked in: the Python values reachable from the model and from loss_fn.
+"""What a plan assumes of the Python world: every value reachable from the model and loss_fn is as it was recorded.
 
-In: the objects a step can read. Out: a `Guard`, a flat list of slots (how to read it, the value it had), compared
-before every replay. A slot that changes *during* the recording means that the step keeps state in Python, which a
-replay would drop; the guard names it.
+In: the objects a step can read. Out: `Assumptions`, a flat list of places (how to read it, the value it had), compared
+before every replay. A place that changes *during* the recording means that the step keeps state in Python, which a
+replay would drop; it is named.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from takeback.compiler.capture.hooks import MODULE_HOOKS
+
 _SCALARS = (
     *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
     *(torch.dtype, torch.device, torch.Size, torch.memory_format),
 )
 _MOST_ARRAY_BYTES = 16 << 20  #: of one numpy array; larger ones are held by identity only
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-#: Tables of hooks that torch calls for every module; checked on 2.11 and 2.13.
-GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in _HOOKS)
 _NOT_WALKED = frozenset(
     (
-        *_HOOKS,
+        *MODULE_HOOKS,
         "_is_full_backward_hook",
         "_non_persistent_buffers_set",
         "_forward_hooks_with_kwargs",
@@ -53,7 +52,7 @@ _OPAQUE = frozenset(
 _OURS = ("takeback.workspace", "takeback.norm_cache", "takeback.nn.owner", "takeback.nn.invert")
 _CODE_NOT_READ = _OPAQUE | {"transformers"}
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_MOST_SLOTS = 1_000_000
+_MOST_PLACES = 1_000_000
 _MOST_ENTRIES = 10_000  #: of one container; a larger one is data: held by identity and length
 _MISSING = object()
 
@@ -77,8 +76,8 @@ def _is_library_code(module_name: object) -> bool:
     return file.startswith(_STDLIB) and "site-packages" not in file
 
 
-class Guard:
-    """Every Python value a step can read, as it was when the guard was made."""
+class Assumptions:
+    """Every Python value a step can read, as it was when this was made."""
 
     def __init__(self, **roots: object) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -94,7 +93,7 @@ class Guard:
         self._drawers: list[tuple[Any, object, str]] = []  # random number generators that are not torch's
         seen: set[int] = set()
         pending = collections.deque((value, name) for name, value in roots.items())
-        while pending and len(self._items) < _MOST_SLOTS:
+        while pending and len(self._items) < _MOST_PLACES:
             value, path = pending.popleft()
             if id(value) not in seen and not isinstance(value, _SCALARS):
                 seen.add(id(value))
@@ -110,7 +109,7 @@ class Guard:
                 yield from self._attribute(value, name, f"{path}.{name}")
         self._training = []
 
-    # -- finding slots -----------------------------------------------------------------------------------------
+    # -- finding places ----------------------------------------------------------------------------------------
 
     def _children(self, value: Any, path: str) -> Iterator[Child]:
         if isinstance(value, torch.Tensor):
@@ -165,7 +164,7 @@ class Guard:
             tables = ("_parameters", "_buffers", "_modules")
             yield from self._mapping(attributes, path, "{}.{}", skip=_NOT_WALKED | set(tables))
             self._lengths.append((attributes, len(attributes), path))
-            self._hooks += [(attributes[kind], f"{kind[1:]} of {path}") for kind in _HOOKS]
+            self._hooks += [(attributes[kind], f"{kind[1:]} of {path}") for kind in MODULE_HOOKS]
             for table in tables:
                 self._lengths.append((attributes[table], len(attributes[table]), f"{path}.{table}"))
                 yield from self._mapping(attributes[table], path, "{}.{}")
@@ -266,7 +265,7 @@ class Guard:
         return next((path for drawer, state, path in self._drawers if _drawer_state(drawer) != state), None)
 
     def restore_(self) -> None:
-        """Puts back every slot that changed, after a recording that is refused."""
+        """Puts back every place that changed, after a recording that is refused."""
         for container, size, _ in self._lengths:
             if isinstance(container, list) and len(container) > size:
                 del container[size:]
@@ -338,26 +337,3 @@ def _show(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "missing" if value is _MISSING else f"a {type(value).__name__}"
-
-
-def hooks_on(model: torch.nn.Module) -> str | None:
-    """The first hook that a replay would not call, in words, or None."""
-    for kind in GLOBAL_HOOKS:
-        if getattr(torch.nn.modules.module, kind):
-            return f"a global module hook ({kind[1:]})"
-    for name, module in model.named_modules():
-        for kind in _HOOKS:
-            table = module.__dict__.get(kind)
-            if table:
-                return f"{_hook_name(table)} in {kind[1:]} of module {name or type(model).__name__!r}"
-    for name, parameter in model.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            table = getattr(parameter, kind, None)
-            if table:
-                return f"{_hook_name(table)} in {kind[1:]} of parameter {name!r}"
-    return None
-
-
-def _hook_name(table: dict[int, object]) -> str:
-    hook = next(iter(table.values()))
-    return f"hook {getattr(hook, '__qualname__', type(hook).__qualname__)}"
