@@ -17,6 +17,7 @@ from torch import nn
 import takeback as tb
 from takeback import optim
 from takeback.errors import GradBufferError, OptionError
+from takeback.flat import ALIGNMENT_BYTES, rounded_up
 from takeback.optim import launch, proof
 from takeback.optim.fused import AdamSettings, Scaling, SGDSettings
 
@@ -463,7 +464,7 @@ def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) 
         offset = 0
         for p in table.params:
             g = grads[offset : offset + p.numel()].to(p.dtype)
-            offset += -(-p.numel() // 64) * 64
+            offset += rounded_up(p.numel(), ALIGNMENT_BYTES // p.itemsize)
             torch.ops.aten._fused_sgd_(
                 [p], [g], [], weight_decay=0.02, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False,
                 maximize=False, is_first_step=False,
