@@ -90,12 +90,12 @@ class GradBuffer:
     @property
     def copies(self) -> int:
         """How often the framework copied or added a gradient into its slice, for the gradients that are there now."""
-        return sum(slot.copies for slot in self.slots if slot.holds())
+        return sum(slot.copies for slot in self.slots if slot.has_gradient_in_place())
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """Why, for each parameter whose gradient was copied or added by the framework."""
-        return {slot.name: slot.reason for slot in self.slots if slot.copies and slot.holds()}
+        return {slot.name: slot.reason for slot in self.slots if slot.copies and slot.has_gradient_in_place()}
 
     def __repr__(self) -> str:
         size = sum(f.numel() * f.itemsize for f in self.flats)
@@ -122,7 +122,7 @@ class GradBuffer:
         self.check_averaged()
         self._check_complete()
         for slot in self.slots:
-            slot.settle()
+            slot.refresh_()
         return self
 
     def _check_complete(self) -> None:

@@ -73,7 +73,7 @@ class Exchange:
         for index, waiting in enumerate(self._round()):
             if waiting:
                 self._send(index)
-        without = [slot for slot in self._slots if not slot.holds()]
+        without = [slot for slot in self._slots if not slot.has_gradient_in_place()]
         for slot in without:
             if slot.param.grad is not None and slot.param.grad.requires_grad:
                 self._reducer.fail(f"the gradient of {slot.name} has a history")
@@ -88,7 +88,7 @@ class Exchange:
                     f"on its way to the group already. Assign it after all_reduce(), or make the GradBuffer without "
                     f"group= and call buf.all_reduce(group)."
                 )
-        self._used.copy_(torch.tensor([float(slot.holds()) for slot in self._slots]))
+        self._used.copy_(torch.tensor([float(slot.has_gradient_in_place()) for slot in self._slots]))
         self._reducer.ready(len(self._members), [self._used])
         self._reducer.finish()
         self._waiting = None
@@ -108,7 +108,7 @@ class Exchange:
 
     def _send(self, index: int) -> None:
         for slot in self._members[index]:
-            slot.settle()
+            slot.refresh_()
         self._reducer.ready(index, [self._elements[index]])
 
 

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from takeback import flat as flat_layouts
-from takeback.engine import Fate, cuda_stream, fate_of
+from takeback.engine import GradientUse, cuda_stream, use_of
 from takeback.errors import GradBufferError
 
 ROW_BYTES = 4096
@@ -65,7 +65,7 @@ class Slot:
         self.standing = ""  #: why every gradient of this parameter is copied, if so
         self._given: torch.Tensor | None = None
 
-    def holds(self) -> bool:
+    def has_gradient_in_place(self) -> bool:
         """Whether the parameter has a gradient, and it is this slice."""
         grad = self.param.grad
         if grad is None:
@@ -101,7 +101,7 @@ class Slot:
             self.give()
 
     def _open(self) -> bool | None:
-        if not self.attached or fate_of(self.accumulate) is not Fate.ACCUMULATED:
+        if not self.attached or use_of(self.accumulate) is not GradientUse.ACCUMULATED:
             return None
         self.pending = self._objection()
         if self.pending:
@@ -122,7 +122,7 @@ class Slot:
             return "a post-accumulate hook on the parameter must be called"
         if self.stream is not None and cuda_stream(self.view.device.index) != self.stream:
             return "computed on another CUDA stream than the one the buffer was made on"
-        if self.param.grad is not None and not self.holds():
+        if self.param.grad is not None and not self.has_gradient_in_place():
             return ".grad was assigned from outside"
         return ""
 
@@ -141,17 +141,17 @@ class Slot:
             if grad is None or grad.requires_grad:
                 return  # a gradient with a history stays what it is
             self.check_unmoved()
-            if self.holds():
+            if self.has_gradient_in_place():
                 self.copies += 1  # added by the framework
             else:
                 self.take_(grad)
                 self.copies = 1
             self.reason = reason or "computed outside of its module's forward (torch.compile, a functional call)"
 
-    def settle(self) -> None:
+    def refresh_(self) -> None:
         """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none. A
         gradient with a history stays outside, and its values are copied each time."""
-        if self.holds():
+        if self.has_gradient_in_place():
             return
         grad = self.param.grad
         if grad is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from takeback.errors import GradBufferError
 from takeback.nn.kernels.launch import Launch, given, on
-from takeback.optim.fused import AdamSettings, Scaling, SGDSettings
+from takeback.optim.fused import AdamSettings, ScalerTensors, SGDSettings
 
 CHUNK = 8192
 """Elements that one program updates."""
@@ -28,7 +28,9 @@ WARPS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuses(device: torch.device, dtype: torch.dtype, settings: AdamSettings | SGDSettings, scaling: Scaling) -> str:
+def refuses(
+    device: torch.device, dtype: torch.dtype, settings: AdamSettings | SGDSettings, scaling: ScalerTensors
+) -> str:
     """Why the kernels do not serve here, or nothing."""
     if device.type != "cuda":
         return f"the kernels are for CUDA, and this is {device.type}"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from takeback.flat import lay_out
 from takeback.optim import fused, launch
-from takeback.optim.fused import AdamSettings, Lists, Scaling, SGDSettings
+from takeback.optim.fused import AdamSettings, Lists, ScalerTensors, SGDSettings
 
 ROUNDS = 3
 STEPS = (*range(1, 150), *(round(150 * 1.08**i) for i in range(100)))
@@ -79,10 +79,10 @@ def _trial(
         )
         if isinstance(settings, AdamSettings):
             launch.adam_(table, grads, states, steps, settings, factor)
-            fused.adam_(twin, settings, Scaling())
+            fused.adam_(twin, settings, ScalerTensors())
         else:
             launch.sgd_(table, grads, states, settings, first, factor)
-            fused.sgd_(twin, settings, first, Scaling())
+            fused.sgd_(twin, settings, first, ScalerTensors())
         steps.add_(1)
         twin_steps.add_(1)
         pairs = [("parameters", params, twin_params), *((name, states[name], twin_states[name]) for name in names)]

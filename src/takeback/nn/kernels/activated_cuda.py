@@ -1,7 +1,7 @@
 """The activated norm's kernels on a GPU: tiles and grids for activated_triton.py. The contract is activated.py's.
 
-A `Plan` holds the launches of one layer at one size. Partial sums are [k, parts, columns]; the number of parts depends
-on sizes and on the device alone.
+A `LayerLaunches` is for one layer at one size. Partial sums are [k, parts, columns]; the number of parts depends on
+sizes and on the device alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDTHS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def statistics(x: Tensor, layer: Layer) -> Tensor:
     """[2, channels]: mean and biased variance."""
-    return torch.stack(_plan_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2])
+    return torch.stack(_launches_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2])
 
 
 def batch_statistics(
@@ -48,29 +48,29 @@ def batch_statistics(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """mean and 1 / sqrt(variance + eps), after moving the running statistics."""
-    mean, _, invstd = _plan_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
+    mean, _, invstd = _launches_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
     return mean, invstd
 
 
 def normalise_(x: Tensor, out: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> None:
     """out = act(gamma * (x - mean) * invstd + beta)."""
     with on(x):
-        _plan_of(x, layer).normalise(x, out, given(layer.weight, x), given(layer.bias, x), mean, invstd)
+        _launches_of(x, layer).normalise(x, out, given(layer.weight, x), given(layer.bias, x), mean, invstd)
 
 
 def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[2, channels]: sums of dz and of dz * xhat; and the gradients of weight and bias that they are."""
-    plan = _plan_of(dy, layer)
-    sums = dy.new_empty((2, layer.channels), dtype=plan.width)
+    launches = _launches_of(dy, layer)
+    sums = dy.new_empty((2, layer.channels), dtype=launches.width)
     of_weight, of_bias = (
-        dy.new_empty(layer.channels, dtype=plan.width if parameter is None else parameter.dtype)
+        dy.new_empty(layer.channels, dtype=launches.width if parameter is None else parameter.dtype)
         for parameter in (layer.weight, layer.bias)
     )
     if not layer.count:
         return sums.zero_(), of_weight.zero_(), of_bias.zero_()
     with on(dy):
-        partial = _partial_sums(plan, dy, saved, layer, mean, invstd)
-        plan.combine_sums(partial, sums, given(layer.weight, dy), of_weight, of_bias)
+        partial = _partial_sums(launches, dy, saved, layer, mean, invstd)
+        launches.combine_sums(partial, sums, given(layer.weight, dy), of_weight, of_bias)
     return sums, of_weight, of_bias
 
 
@@ -84,17 +84,19 @@ def gather_into_(
     bias_grad: Into | None,
 ) -> Tensor:
     """The same, with the gradients written where they are wanted; the sums. The weight's own sign is taken."""
-    plan = _plan_of(dy, layer)
+    launches = _launches_of(dy, layer)
     if not layer.count:
-        return combine_into_(dy.new_zeros((2, 1, layer.channels), dtype=plan.width), 1, weight_grad, bias_grad)
+        return combine_into_(dy.new_zeros((2, 1, layer.channels), dtype=launches.width), 1, weight_grad, bias_grad)
     with on(dy):
-        partial = _partial_sums(plan, dy, saved, layer, mean, invstd)
-    return combine_into_(partial, plan.sum.spots, weight_grad, bias_grad)
+        partial = _partial_sums(launches, dy, saved, layer, mean, invstd)
+    return combine_into_(partial, launches.sum.spots, weight_grad, bias_grad)
 
 
-def _partial_sums(plan: Plan, dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> Tensor:
-    partial = dy.new_empty((2, plan.sum.parts, plan.sum.columns), dtype=plan.width)
-    plan.sum.launch(dy, saved, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, partial)
+def _partial_sums(
+    launches: LayerLaunches, dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    partial = dy.new_empty((2, launches.sum.parts, launches.sum.columns), dtype=launches.width)
+    launches.sum.launch(dy, saved, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, partial)
     return partial
 
 
@@ -146,10 +148,10 @@ def put_(
     count: int,
 ) -> None:
     """out = gamma * invstd * (dz - sums[0] / count - xhat * sums[1] / count)."""
-    plan = _plan_of(dy, layer)
+    launches = _launches_of(dy, layer)
     tensors = dy, saved, out, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, given(sums, mean)
     with on(dy):
-        (plan.put_constant if sums is None else plan.put)(*tensors, scalars=(count,))
+        (launches.put_constant if sums is None else launches.put)(*tensors, scalars=(count,))
 
 
 def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, depth: float, absolute_eps: float | None) -> Tensor:
@@ -183,7 +185,7 @@ def _worst_ratio(
     )
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,9 +216,9 @@ class Key:
     from_output: bool
 
 
-def _plan_of(x: Tensor, layer: Layer) -> Plan:
+def _launches_of(x: Tensor, layer: Layer) -> LayerLaunches:
     weight, bias = layer.weight, layer.bias
-    return _plan(
+    return _launches(
         x.device,
         x.dtype,
         layer.batch,
@@ -233,11 +235,11 @@ def _plan_of(x: Tensor, layer: Layer) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(*of: Any) -> Plan:
-    return Plan(Key(*of))
+def _launches(*of: Any) -> LayerLaunches:
+    return LayerLaunches(Key(*of))
 
 
-class Plan:
+class LayerLaunches:
     """The launches of one layer at one size, made when they are first needed."""
 
     def __init__(self, key: Key) -> None:
