@@ -16,7 +16,7 @@ from takeback.compiler.capture.batch import tensors_of
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.capture.update import write_update
 from takeback.compiler.form import FormError, check_form
-from takeback.compiler.passes import Draft, passes_for
+from takeback.compiler.passes import run_passes
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role, Scratch, Special
 
 aten = torch.ops.aten
@@ -238,11 +238,9 @@ def record(model: nn.Module, loss_fn: Callable[..., Any], batch: tuple[torch.Ten
 def test_every_small_case_of_the_zoo_has_the_form_before_any_pass_and_after_each(name: str) -> None:
     torch.manual_seed(0)
     case = zoo.case(name, size="small", batch=2)
-    draft = Draft(record(case.model, case.loss_fn, case.batch, optimizer=case.optimizer))
-    check_form(draft.program)
-    for each in passes_for():
-        draft = each(draft)
-        check_form(draft.program, draft.kept)
+    program = record(case.model, case.loss_fn, case.batch, optimizer=case.optimizer)
+    check_form(program)
+    run_passes(program)  # which checks it after each pass
 
 
 def test_step_with_microbatches_clipping_and_statistics_has_the_form() -> None:

@@ -66,6 +66,7 @@ class Report:
     step_s: float = 0.0  #: predicted for this machine, without rebuilding
     added_s: float = 0.0  #: predicted: what rebuilding adds
     rebuilt_ops: int = 0  #: how many ops are run again
+    has_arena: bool = True  #: False where the device's own allocator places: `arena_bytes` is what is alive at the peak
     torch_version: str = torch.__version__
 
     def __str__(self) -> str:
@@ -136,6 +137,7 @@ def build_report(
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
+        has_arena=layout.arena is not None,
     )
 
 
