@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from menus import recorded
+from drawn_programs import recorded
 from torch import nn
 
 from takeback.compiler.passes.repeats import Place, find_runs, repeats

@@ -71,6 +71,7 @@ class Draft:
     moves: tuple[Moved, ...] = ()
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
     refusals: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()  #: what the user should know of how this plan was found
 
 
 def slot_of(draft: Draft, buffer: BufferId) -> BufferId:

@@ -12,7 +12,7 @@ from takeback.compiler.passes.functionalize import functionalize
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
-from takeback.compiler.passes.recompute import Goal, Progress, recompute
+from takeback.compiler.passes.recompute import Chooser, Goal, Progress, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
 from takeback.compiler.program import Op
 
@@ -52,7 +52,7 @@ def passes_for(
     if not places:
         bound[overwrite] = None
     if goal is not None:
-        bound[recompute] = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
+        bound[recompute] = functools.partial(recompute, goal=goal, chooser=Chooser(seconds, limit_s, progress))
     chosen = (bound.get(p, p) for p in PASSES)
     return tuple(p for p in chosen if p is not None)
 
