@@ -21,7 +21,7 @@ from takeback.compiler.plan.rebuild_problem import (
     ValueId,
 )
 
-MOST = 14  #: unknowns: all choices are tried
+MOST = 11  #: unknowns: all choices are tried
 
 
 def problem_of(seed: int) -> RebuildProblem:

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_rebuild_problems import answer_of, every_choice, is_right, rebuild_problems
+from random_rebuild_problems import answer_of, every_choice, is_right, problem_of, rebuild_problems, unknowns
 
 import takeback.compiler.plan
 from takeback.compiler.plan.rebuild_check import check_answer
@@ -30,7 +30,7 @@ from takeback.errors import PlanError
 HIGH = 1 << 30
 LONG = Effort(1000, float("inf"))
 quick = settings(
-    max_examples=40,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
@@ -166,8 +166,6 @@ class Faulty(RebuildRows):
 @pytest.mark.parametrize("fault", ["rule", "term", "bytes"])
 def test_answer_from_rows_with_a_fault_is_caught_where_it_is_wrong(fault: str) -> None:
     """Not every lost rule or term shows in the answer; what shows is caught, and much does."""
-    from random_rebuild_problems import problem_of, unknowns
-
     caught = wrong = 0
     for seed in range(60):
         problem = problem_of(seed)
