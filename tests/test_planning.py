@@ -28,7 +28,7 @@ from takeback.options import Options
 
 sys.path.insert(0, str(Path(__file__).parent / "passes"))
 
-from menus import Recipe, a_second, draft_of, recipes, recorded, written
+from drawn_programs import Recipe, a_second, draft_of, recipes, recorded, written
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import takeback as tb
 from takeback.compiler.form import FormError
 from takeback.compiler.layout import lay_out
 from takeback.compiler.passes import PIPELINE, Draft, Home, PassSettings, Stage, run_passes
-from takeback.compiler.passes.recompute import Below, Goal, Keep, Lowest, Within
+from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Within
 from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.program import Op, Program
 from takeback.flat import cut
@@ -85,7 +85,7 @@ def test_the_list_is_what_the_documents_say() -> None:
 @pytest.mark.parametrize("goal", [Keep(), Lowest(), Within(0.05), Below(1 << 20)], ids=lambda g: type(g).__name__)
 @pytest.mark.parametrize("home", Home, ids=lambda h: h.name)
 def test_what_ran_is_the_list_less_the_stages_that_say_why_not(program: Program, home: Home, goal: Goal) -> None:
-    settings = PassSettings(home=home, goal=goal, seconds=by_numel)
+    settings = PassSettings(home=home, goal=goal, chooser=Chooser(by_numel, 60.0))
     seen, draft = ran(program, settings)
     assert seen == [stage.name for stage in PIPELINE if stage.idle(settings) is None]
     assert draft.passes == tuple(seen)
@@ -128,7 +128,7 @@ def test_leaving_a_pass_out_changes_a_plan(program: Program, name: str) -> None:
     settings = {
         "reduce": PassSettings(sharing=sharing(program)),
         "advance": PassSettings(early=True),
-        "recompute": PassSettings(goal=Lowest(), seconds=by_numel),
+        "recompute": PassSettings(goal=Lowest(), chooser=Chooser(by_numel, 60.0)),
     }.get(name, PassSettings())
     with_it = run_passes(program, settings=settings)
     assert name in with_it.passes

@@ -24,7 +24,7 @@ from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Home
 from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
-from takeback.compiler.passes.recompute import Below, Goal, Keep, Lowest, Progress, Within
+from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Progress, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.program import BufferId, Op, Program
 from takeback.errors import MemoryTargetError, OptionError
@@ -74,9 +74,7 @@ def settings_for(
         early=options.update == "early",
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),
-        seconds=seconds,
-        limit_s=options.solve_s,
-        progress=progress,
+        chooser=Chooser(seconds, options.solve_s, progress),
     )
 
 
@@ -105,7 +103,8 @@ def _below(
     if isinstance(wanted, float):
         wanted = resident + int(wanted * eager_peak(program).transient_bytes)
     kept_grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
-    room, lowest = wanted - outside, None
+    room = wanted - outside
+    lowest: int | None = None
     while True:
         draft = run_passes(program, kept, replace(settings, goal=Below(room)), watch=watch)
         layout = lay_out(draft)
@@ -121,7 +120,9 @@ def _below(
 def _account(program: Program, layout: Layout, settings: PassSettings) -> Planned:
     rebuilt = layout.draft.rebuilt
     added = [op for op in layout.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
-    return Planned(layout, sum(map(settings.seconds, program.ops)), sum(map(settings.seconds, added)))
+    assert settings.chooser is not None
+    seconds = settings.chooser.seconds
+    return Planned(layout, sum(map(seconds, program.ops)), sum(map(seconds, added)))
 
 
 def _impossible(options: Options, wanted: int, lowest: int, outside: int, notes: tuple[str, ...]) -> str:

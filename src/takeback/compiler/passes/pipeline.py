@@ -17,9 +17,9 @@ from takeback.compiler.passes.functionalize import functionalize
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
-from takeback.compiler.passes.recompute import Goal, Keep, Progress, Search, recompute
+from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
-from takeback.compiler.program import BufferId, Op, Program
+from takeback.compiler.program import BufferId, Program
 
 _KEEP = Keep()
 
@@ -32,9 +32,7 @@ class PassSettings:
     early: bool = False  #: each parameter is updated as soon as its gradient is complete
     sharing: Sharing | None = None  #: gradients are averaged over a group
     goal: Goal = _KEEP
-    seconds: Callable[[Op], float] = lambda op: 1.0  #: the predicted time of an op
-    limit_s: float = 60.0  #: a last guard on the search for what to rebuild
-    progress: Progress | None = None
+    chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
 
 
 def _nothing(settings: PassSettings) -> dict[str, object]:
@@ -85,7 +83,7 @@ PIPELINE: tuple[Stage, ...] = (
     # What makes one op of several comes here: the step is in its final form, and nothing has been decided about bytes.
     Stage(
         recompute,
-        lambda s: {"goal": s.goal, "seconds": s.seconds, "limit_s": s.limit_s, "progress": s.progress},
+        lambda s: {"goal": s.goal, "chooser": s.chooser},
         _idle_recompute,
     ),
     Stage(overwrite),
@@ -126,5 +124,5 @@ def run_passes(
 
 def search_of(program: Program, kept: frozenset[BufferId], settings: PassSettings) -> Search:
     """What knows the whole frontier of a program: peak against added time, after the passes before `recompute`."""
-    draft = run_passes(program, kept, settings, before=recompute)
-    return Search(draft, settings.seconds, settings.limit_s, settings.progress)
+    assert settings.chooser is not None
+    return settings.chooser.search(run_passes(program, kept, settings, before=recompute))

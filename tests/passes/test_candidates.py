@@ -1,4 +1,6 @@
-"""The menu: any consistent choice gives a program that is legal, and that peaks no higher than the menu's rows say."""
+"""What may be rebuilt where: any consistent choice gives a program that is legal, that the checker accepts, and that
+peaks no higher than the rows say.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +10,37 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawn_programs import Recipe, Writer, chosen, consistent, draft_of, recipes, recorded, rows_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from menus import Recipe, Writer, a_second, consistent, draft_of, height, recipes, recorded, written
 from torch import nn
 from torch.nn import functional as F
 
 from takeback import zoo
 from takeback.compiler.layout import lay_out
 from takeback.compiler.passes.choice import apply
-from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.recompute import planned_peak
+from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.program import Phase, Program, Region, Role
 
 aten = torch.ops.aten
 
 
 def excess(program: Program, tries: int, *, legal: int = 0) -> int:
-    """How far random choices peak above what the menu says. `legal` of them are laid out and borrow-checked."""
+    """How far random choices peak above what the rows say. `legal` of them are laid out and borrow-checked."""
     draft = draft_of(program)
-    menu = Menu(draft, a_second)
+    rows = rows_of(draft)
     rng = random.Random(0)
     worst = 0
     for i in range(tries):
         share = rng.choice((0.0, 0.05, 0.3, 0.6, 0.9))
-        first = len(menu.carry) if rng.random() < 0.5 else 0
-        wanted = [u for u in range(first, menu.unknowns) if rng.random() < share]
-        ones = consistent(menu, wanted, iter(lambda: rng.randrange(1 << 30), None))
-        changed = apply(draft, menu.choice(ones))
-        worst = max(worst, planned_peak(changed) - height(menu, ones))
+        first = len(rows.carry) if rng.random() < 0.5 else 0
+        wanted = [u for u in range(first, rows.unknowns) if rng.random() < share]
+        ones = consistent(rows, wanted, iter(lambda: rng.randrange(1 << 30), None))
+        check_answer(rows.problem, rows.answer(ones))
+        changed = apply(draft, chosen(rows, ones))
+        worst = max(worst, planned_peak(changed) - rows.height(ones))
         if i < legal:
             lay_out(overwrite(changed))
     return worst
@@ -46,23 +49,23 @@ def excess(program: Program, tries: int, *, legal: int = 0) -> int:
 def test_keeping_everything_is_a_choice_and_has_the_height_of_the_program_itself() -> None:
     case = zoo.case("gpt", batch=2)
     draft = draft_of(recorded(case.model, case.loss_fn, *case.batch))
-    menu = Menu(draft, a_second)
-    carried = consistent(menu, range(len(menu.carry)), itertools.repeat(0))
-    assert menu.choice(carried).rebuilds == ()
-    assert apply(draft, menu.choice(carried)).program.ops == draft.program.ops
-    assert height(menu, carried) >= planned_peak(draft)
+    rows = rows_of(draft)
+    carried = consistent(rows, range(len(rows.carry)), itertools.repeat(0))
+    assert chosen(rows, carried).rebuilds == ()
+    assert apply(draft, chosen(rows, carried)).program.ops == draft.program.ops
+    assert rows.height(carried) >= planned_peak(draft)
     # What no episode asks for need not be carried at all.
-    least = consistent(menu, (), itertools.repeat(0))
-    assert planned_peak(draft) == height(menu, least)
+    least = consistent(rows, (), itertools.repeat(0))
+    assert planned_peak(draft) == rows.height(least)
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet"])
-def test_random_choices_for_a_zoo_model_are_legal_and_as_low_as_the_menu_says(name: str) -> None:
+def test_random_choices_for_a_zoo_model_are_legal_and_as_low_as_the_rows_say(name: str) -> None:
     case = zoo.case(name, batch=4)
     assert excess(recorded(case.model, case.loss_fn, *case.batch), 4, legal=1) <= 0
 
 
-def test_random_choices_for_the_zoo_gpt_are_legal_and_as_low_as_the_menu_says() -> None:
+def test_random_choices_for_the_zoo_gpt_are_legal_and_as_low_as_the_rows_say() -> None:
     case = zoo.case("gpt")
     assert excess(recorded(case.model, case.loss_fn, *case.batch), 60, legal=1) <= 0
 
@@ -71,11 +74,11 @@ def test_random_choices_for_the_zoo_gpt_are_legal_and_as_low_as_the_menu_says() 
 @given(recipes, st.randoms(use_true_random=False))
 def test_random_choices_for_a_random_program_are_legal(recipe: Recipe, rng: random.Random) -> None:
     draft = draft_of(written(recipe))
-    menu = Menu(draft, a_second)
+    rows = rows_of(draft)
     for _ in range(3):
-        wanted = [u for u in range(menu.unknowns) if rng.random() < 0.3]
-        ones = consistent(menu, wanted, iter(lambda: rng.randrange(1 << 30), None))
-        changed = apply(draft, menu.choice(ones))
+        wanted = [u for u in range(rows.unknowns) if rng.random() < 0.3]
+        ones = consistent(rows, wanted, iter(lambda: rng.randrange(1 << 30), None))
+        changed = apply(draft, chosen(rows, ones))
         lay_out(overwrite(changed))  # the borrow check
         drawn = [op for op in changed.program.ops if op.target is aten.rand_like.default]
         assert len(drawn) == sum(op.target is aten.rand_like.default for op in draft.program.ops)
@@ -83,7 +86,7 @@ def test_random_choices_for_a_random_program_are_legal(recipe: Recipe, rng: rand
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(recipes)
-def test_random_choices_for_a_random_program_are_as_low_as_the_menu_says(recipe: Recipe) -> None:
+def test_random_choices_for_a_random_program_are_as_low_as_the_rows_say(recipe: Recipe) -> None:
     assert excess(written(recipe), 6) <= 0
 
 
@@ -111,12 +114,12 @@ def test_unit_that_overwrites_one_of_two_dying_operands_counts_the_other() -> No
         h = w.op(aten.mm.default, h, h, elements=8)
     grad = w.op(aten.mm.default, h, c, elements=8, phase=Phase.BACKWARD)
     draft = draft_of(w.program(grad))
-    menu = Menu(draft, a_second)
-    everything = consistent(menu, range(len(menu.carry), menu.unknowns), itertools.repeat(-1))
-    assert menu.choice(everything).rebuilds, "nothing is rebuilt: this shows nothing"
-    last = [name for name, _ in menu.rebuild][-1]
-    stop = next(stop for name, stop in menu.rebuild if name == last)
-    row = menu.rebuild_row(last, stop)
+    rows = rows_of(draft)
+    everything = consistent(rows, range(len(rows.carry), rows.unknowns), itertools.repeat(-1))
+    assert chosen(rows, everything).rebuilds, "nothing is rebuilt: this shows nothing"
+    last = [name for name, _ in rows.run][-1]
+    stop = next(stop for name, stop in rows.run if name == last)
+    row = rows.run_row(last, stop)
     level = row.fixed_bytes + sum(size for u, size in row.terms if u in everything)
     assert level >= 2 * 4096
 
@@ -132,16 +135,18 @@ def test_op_whose_operand_is_carried_on_has_bytes_of_its_own() -> None:
         s = w.op(aten.mm.default, s, s, elements=8)
     grad = w.op(aten.mm.default, s, u, elements=8, phase=Phase.BACKWARD)
     draft = draft_of(w.program(grad))
-    menu = Menu(draft, a_second)
-    [unknown] = [k for (name, _), k in menu.rebuild.items() if u.buffer in menu.units[name].gives]
-    [stop] = [stop for (name, stop), k in menu.rebuild.items() if k == unknown]
-    ones = consistent(menu, [unknown, menu.carry[v.buffer, stop]], itertools.repeat(0))
+    rows = rows_of(draft)
+    [unknown] = [k for (name, _), k in rows.run.items() if u.buffer in rows.units[name].gives]
+    [stop] = [stop for (name, stop), k in rows.run.items() if k == unknown]
+    ones = consistent(rows, [unknown, rows.carry[v.buffer, stop]], itertools.repeat(0))
     at = next(i for i, op in enumerate(w.ops) if op.results == (t,))
-    row = menu.op_rows()[at]
+    row = rows.op_rows[at]
     assert row.fixed_bytes + sum(size for k, size in row.terms if k in ones) >= 2 * 4096  # v and t
 
 
-@pytest.mark.xfail(strict=True, reason="menu.rebuild_row: units run one after the other there, interleaved in apply")
+@pytest.mark.xfail(
+    strict=True, reason="rebuild_rows.run_row: units run one after the other there, interleaved in apply"
+)
 def test_unit_that_runs_between_the_ops_of_another_is_counted_with_what_lies_there() -> None:
     """x = f(a), y = f(b), z = f(x, c): the unit of z is two ops, and apply runs y between them."""
     w = Writer()
@@ -154,18 +159,18 @@ def test_unit_that_runs_between_the_ops_of_another_is_counted_with_what_lies_the
         h = w.op(aten.mm.default, h, h, elements=8)
     grad = w.op(aten.mm.default, h, y, z, elements=8, phase=Phase.BACKWARD)
     draft = draft_of(w.program(grad))
-    menu = Menu(draft, a_second)
-    ones = consistent(menu, range(len(menu.carry), menu.unknowns), itertools.repeat(-1))
-    assert len(menu.choice(ones).rebuilds) >= 3, "too little is rebuilt: this shows nothing"
+    rows = rows_of(draft)
+    ones = consistent(rows, range(len(rows.carry), rows.unknowns), itertools.repeat(-1))
+    assert len(chosen(rows, ones).rebuilds) >= 3, "too little is rebuilt: this shows nothing"
     levels = {}
-    for (name, stop), unknown in menu.rebuild.items():
-        row = menu.rebuild_row(name, stop)
+    for (name, stop), unknown in rows.run.items():
+        row = rows.run_row(name, stop)
         if unknown in ones:
             levels[name] = row.fixed_bytes + sum(size for k, size in row.terms if k in ones)
     assert max(levels.values()) >= 3 * 4096  # while y is made of b, x is there
 
 
-@pytest.mark.xfail(strict=True, reason="menu: what a unit reads below the least share may live longer, uncounted")
+@pytest.mark.xfail(strict=True, reason="candidates: what a unit reads below the least share may live longer, uncounted")
 def test_small_operands_that_live_longer_are_counted() -> None:
     """A value put together from many small ones: to make it again they must all be kept, as large as it is."""
 
@@ -201,6 +206,12 @@ def test_recorded_gated_network_rebuilds_legally() -> None:
     excess(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 16)), 6, legal=6)
 
 
+def offers(program: Program, result: Region) -> bool:
+    """True if something that gives the value may be rebuilt somewhere."""
+    rows = rows_of(draft_of(program))
+    return any(result.buffer in rows.units[name].gives for name, _ in rows.run)
+
+
 # -- what is never offered ----------------------------------------------------------------------------------------
 
 
@@ -209,16 +220,13 @@ def test_op_whose_operand_is_written_before_the_stop_is_not_offered_there() -> N
     state = w.value(1024, Role.BUFFER)
     u = w.op(aten.sin.default, state)
     program = _forward_and_back(w, u)
-    offered = Menu(draft_of(program), a_second)
-    assert any(u.buffer in offered.units[name].gives for name, _ in offered.rebuild)
+    assert offers(program, u)
     for at in range(1, len(program.ops)):
         writes = replace(
             program.ops[1], target=aten.cos_.default, args=(state,), results=(state,), mutates=(state.buffer,)
         )
         ops = (*program.ops[:at], writes, *program.ops[at:])
-        menu = Menu(draft_of(replace(program, ops=ops)), a_second)
-        offers = any(u.buffer in menu.units[name].gives for name, _ in menu.rebuild)
-        assert offers == (at > len(program.ops) - 1), at
+        assert offers(replace(program, ops=ops), u) == (at > len(program.ops) - 1), at
 
 
 @pytest.mark.parametrize("target", [aten.rand_like.default, aten.native_dropout.default, aten.empty_like.default])
@@ -226,5 +234,4 @@ def test_random_or_empty_values_are_never_offered(target: torch._ops.OpOverload)
     w = Writer()
     v = w.op(aten.mm.default, w.batch, w.batch, elements=1024)
     u = w.op(target, v, *((0.5, True) if target is aten.native_dropout.default else ()))
-    menu = Menu(draft_of(_forward_and_back(w, u)), a_second)
-    assert not any(u.buffer in menu.units[name].gives for name, _ in menu.rebuild)
+    assert not offers(_forward_and_back(w, u), u)

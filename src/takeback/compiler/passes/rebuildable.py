@@ -1,6 +1,6 @@
-"""Which ops may be run a second time with eager's bits, and what is then run.
+"""Which ops may be rebuilt, that is run a second time with eager's bits, and what is then run.
 
-An op is run again only if it is pure and deterministic: an ATen kernel that writes nothing but its results and draws no
+An op is rebuilt only if it is pure and deterministic: an ATen kernel that writes nothing but its results and draws no
 random numbers. The same kernel on the same operands gives the same bits wherever they lie. A training batch norm has
 forms of its own, because its kernel would update the running statistics a second time.
 """
@@ -42,7 +42,7 @@ _ATTENTION = {
 }
 
 
-def may_run_again(op: Op, device: str) -> bool:
+def may_rebuild(op: Op, device: str) -> bool:
     """True if running the op once more, later in the step, has no effect but its results, with the same bits."""
     target = op.target
     if isinstance(target, Special) or op.expected is not None or op.phase is not Phase.FORWARD:
@@ -68,7 +68,7 @@ def draws_random_numbers(op: Op) -> bool:
 
 
 def _norm_keeps_bits(op: Op) -> bool:
-    """`_norm_again` has the bits of training in single and double precision, on rows or channels that lie together."""
+    """`_rebuild_norm` has the bits of training in single and double precision, on rows or channels that lie together."""
     x = op.args[0]
     assert isinstance(x, Region)
     order = (*range(2, len(x.shape)), 1) if len(x.shape) in (4, 5) else ()
@@ -85,8 +85,8 @@ def _dense(x: Region, order: Sequence[int]) -> bool:
     return bool(order)
 
 
-def reads(op: Op, device: str) -> Iterator[Region]:
-    """What running the op again reads."""
+def rebuild_reads(op: Op, device: str) -> Iterator[Region]:
+    """What rebuilding the op reads."""
     if op.target not in _BATCH_NORMS:
         yield from op.inputs
     elif device == "cpu":
@@ -95,18 +95,18 @@ def reads(op: Op, device: str) -> Iterator[Region]:
         yield from regions(op.args[:3])
 
 
-def gives(op: Op, device: str) -> tuple[Region, ...]:
-    """What running the op again gives: of a batch norm on the CPU the result alone, its statistics are read."""
+def rebuild_gives(op: Op, device: str) -> tuple[Region, ...]:
+    """What rebuilding the op gives: of a batch norm on the CPU the result alone, its statistics are read."""
     return tuple(regions(op.results[0])) if op.target in _BATCH_NORMS and device == "cpu" else op.outputs
 
 
 def stand_in(op: Op, device: str) -> Op:
-    """An op that takes as long as running this one again does."""
+    """An op that takes as long as rebuilding this one does."""
     evaluates = op.target in _BATCH_NORMS and device == "cpu"
     return replace(op, args=(*op.args[:5], False, *op.args[6:])) if evaluates else op
 
 
-def run_again(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[Op], dict[BufferId, BufferId]]:
+def rebuild(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[Op], dict[BufferId, BufferId]]:
     """The ops that make the results once more, into new buffers (added to `buffers`), and which those are."""
 
     def new(like: Region, size_bytes: int) -> Region:
@@ -117,8 +117,8 @@ def run_again(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[lis
 
     if op.target in _BATCH_NORMS:
         if device == "cpu":
-            ops = _norm_again(op, buffers, new)
-            [old], made = gives(op, device), next(regions(ops[-1].results))
+            ops = _rebuild_norm(op, buffers, new)
+            [old], made = rebuild_gives(op, device), next(regions(ops[-1].results))
             return ops, {old.buffer: made.buffer}
         # The kernel for training once more, with no running statistics to update (checked on an H200, all layouts).
         op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), mutates=())
@@ -130,10 +130,10 @@ def run_again(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[lis
     return [replace(op, results=results, scratch=scratch)], copies
 
 
-def _norm_again(op: Op, buffers: Mapping[BufferId, Buffer], new: Callable[[Region, int], Region]) -> list[Op]:
+def _rebuild_norm(op: Op, buffers: Mapping[BufferId, Buffer], new: Callable[[Region, int], Region]) -> list[Op]:
     """A training batch norm's result, from the mean and inverse deviation it saved: one pass, no statistics, and the
     running ones untouched. With invstd * weight for a weight, 1 for a variance and 0 for eps, the kernel for
-    evaluation scales by the very number that the one for training did (tests/passes/test_again.py)."""
+    evaluation scales by the very number that the one for training did (tests/passes/test_rebuildable.py)."""
     x, weight, bias = op.args[:3]
     out, mean, invstd = op.results
     assert isinstance(out, Region)

@@ -1,4 +1,4 @@
-"""Small programs to choose for, and the slow obvious ways to look at a menu: any consistent choice, and its height.
+"""Small programs to choose for, and any consistent choice for them.
 
 A program here is drawn, not recorded: sizes, operands and phases are all that planning looks at.
 """
@@ -6,7 +6,7 @@ A program here is drawn, not recorded: sizes, operands and phases are all that p
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from torch import nn
 
 import takeback as tb
 from takeback.compiler.passes import Draft, run_passes
-from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.recompute import recompute
+from takeback.compiler.passes.candidates import candidates, choice_of
+from takeback.compiler.passes.choice import Choice
+from takeback.compiler.plan.rebuild_rows import RebuildRows
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role
 
 aten = torch.ops.aten
@@ -96,39 +98,22 @@ def recipe_of(seed: int) -> Recipe:
 recipes = st.integers(0, 1 << 32).map(recipe_of)
 
 
-def is_consistent(menu: Menu, ones: frozenset[int]) -> bool:
-    return all(ones & set(those) for those, that in menu.implications() if that is None or that in ones)
+def rows_of(draft: Draft) -> RebuildRows:
+    return RebuildRows(candidates(draft, a_second))
 
 
-def consistent(menu: Menu, wanted: Sequence[int], picks: Iterator[int]) -> frozenset[int]:
+def consistent(rows: RebuildRows, wanted: Iterable[int], picks: Iterator[int]) -> frozenset[int]:
     """The unknowns in `wanted`, and what they and the step itself ask for besides."""
     ones = set(wanted)
-    rules = list(menu.implications())
     changed = True
     while changed:
         changed = False
-        for those, that in rules:
-            if (that is None or that in ones) and not ones & set(those):
-                ones.add(those[next(picks) % len(those)])
+        for rule in rows.rules:
+            if (rule.that is None or rule.that in ones) and not ones & set(rule.those):
+                ones.add(rule.those[next(picks) % len(rule.those)])
                 changed = True
-    assert is_consistent(menu, frozenset(ones))
     return frozenset(ones)
 
 
-def every_choice(menu: Menu) -> Iterator[frozenset[int]]:
-    """All consistent choices, for menus of a few unknowns."""
-    rules = [(sum(1 << u for u in those), 0 if that is None else 1 << that) for those, that in menu.implications()]
-    for bits in range(1 << menu.unknowns):
-        if all(bits & those or (that and not bits & that) for those, that in rules):
-            yield frozenset(u for u in range(menu.unknowns) if bits >> u & 1)
-
-
-def height(menu: Menu, ones: frozenset[int]) -> int:
-    """The peak as the menu's rows say."""
-    rows = menu.op_rows()
-    rows += [menu.rebuild_row(name, stop) for (name, stop), unknown in menu.rebuild.items() if unknown in ones]
-    return max((r.fixed_bytes + sum(size for u, size in r.terms if u in ones) for r in rows), default=0)
-
-
-def price(menu: Menu, ones: frozenset[int]) -> float:
-    return sum(menu.units[name].seconds for (name, _), unknown in menu.rebuild.items() if unknown in ones)
+def chosen(rows: RebuildRows, ones: frozenset[int]) -> Choice:
+    return choice_of(rows.problem, rows.answer(ones))

@@ -1,4 +1,4 @@
-"""What may be run again: pure and deterministic ATen kernels, a training batch norm in a form of its own; no others."""
+"""What may be rebuilt: pure and deterministic ATen kernels, a training batch norm in a form of its own; no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 import takeback as tb
-from takeback.compiler.passes.again import draws_random_numbers, gives, may_run_again, reads, run_again, stand_in
+from takeback.compiler.passes.rebuildable import (
+    draws_random_numbers,
+    may_rebuild,
+    rebuild,
+    rebuild_gives,
+    rebuild_reads,
+    stand_in,
+)
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Region, Role, Special
 
 aten = torch.ops.aten
@@ -44,12 +51,12 @@ Q = region(torch.empty(2, 2, 4, 4), 0)
     ],
     ids=lambda o: o.name,
 )
-def test_pure_op_may_run_again(pure: Op) -> None:
-    assert may_run_again(pure, "cpu")
-    assert not may_run_again(replace(pure, phase=Phase.BACKWARD), "cpu")
-    assert not may_run_again(replace(pure, phase=Phase.UPDATE), "cpu")
-    assert not may_run_again(replace(pure, expected=3.0), "cpu")
-    assert not may_run_again(replace(pure, mutates=(BufferId(0),)), "cpu")
+def test_pure_op_may_rebuild(pure: Op) -> None:
+    assert may_rebuild(pure, "cpu")
+    assert not may_rebuild(replace(pure, phase=Phase.BACKWARD), "cpu")
+    assert not may_rebuild(replace(pure, phase=Phase.UPDATE), "cpu")
+    assert not may_rebuild(replace(pure, expected=3.0), "cpu")
+    assert not may_rebuild(replace(pure, mutates=(BufferId(0),)), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +82,7 @@ def test_pure_op_may_run_again(pure: Op) -> None:
     ids=lambda o: o.name,
 )
 def test_random_writing_or_empty_op_may_not(impure: Op) -> None:
-    assert not may_run_again(impure, "cpu")
+    assert not may_rebuild(impure, "cpu")
 
 
 def test_every_op_that_takes_a_generator_counts_as_random() -> None:
@@ -91,13 +98,13 @@ def test_every_op_that_takes_a_generator_counts_as_random() -> None:
     assert forgotten == []
 
 
-def test_every_op_that_leaves_its_bytes_as_they_were_may_not_run_again() -> None:
+def test_every_op_that_leaves_its_bytes_as_they_were_may_not_be_rebuilt() -> None:
     names = [n for n in dir(aten) if n.startswith(("empty", "new_empty", "_empty"))]
     for name in names:
         packet = getattr(aten, name)
         for overload in packet.overloads():
             target = getattr(packet, overload)
-            assert target._schema.is_mutable or not may_run_again(op(target, X), "cpu"), str(target)
+            assert target._schema.is_mutable or not may_rebuild(op(target, X), "cpu"), str(target)
 
 
 def test_custom_op_may_not() -> None:
@@ -105,7 +112,7 @@ def test_custom_op_may_not() -> None:
     def custom(x: torch.Tensor) -> torch.Tensor:
         return x.clone()
 
-    assert not may_run_again(op(torch.ops.takeback_tests.pure_or_so_it_says.default, X), "cpu")
+    assert not may_rebuild(op(torch.ops.takeback_tests.pure_or_so_it_says.default, X), "cpu")
 
 
 # -- batch norm ----------------------------------------------------------------------------------------------------
@@ -141,14 +148,14 @@ def formats(x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_batch_norm_that_may_run_again_has_the_bits_of_training(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Runs the very ops that `run_again` gives, on large and small numbers, in every memory format."""
+def test_batch_norm_that_may_rebuild_has_the_bits_of_training(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Runs the very ops that `rebuild` gives, on large and small numbers, in every memory format."""
     generator = torch.Generator().manual_seed(0)
     checked = 0
     for size, (weight, bias) in itertools.product((1.0, 1e4), itertools.product((True, False), repeat=2)):
         for name, x in formats((torch.randn(shape, generator=generator, dtype=dtype) * 3 + 1) * size).items():
             norm = norm_op(x, weight=weight, bias=bias)
-            if not may_run_again(norm, "cpu"):
+            if not may_rebuild(norm, "cpu"):
                 continue
             checked += 1
             channel = [torch.randn(shape[1], generator=generator, dtype=dtype) for _ in range(2)]
@@ -167,7 +174,7 @@ def test_batch_norm_that_may_run_again_has_the_bits_of_training(shape: tuple[int
 
 def carried_out(norm: Op, held: dict[BufferId, torch.Tensor]) -> torch.Tensor:
     buffers = {BufferId(i): Buffer(BufferId(i), 1 << 20, Role.INTERNAL) for i in range(8)}
-    ops, copies = run_again(norm, "cpu", buffers)
+    ops, copies = rebuild(norm, "cpu", buffers)
     for one in ops:
         args = [held[a.buffer] if isinstance(a, Region) else a for a in one.args]
         results = one.target(*args)  # type: ignore[operator]
@@ -179,30 +186,30 @@ def carried_out(norm: Op, held: dict[BufferId, torch.Tensor]) -> torch.Tensor:
     return held[copies[norm.results[0].buffer]]  # type: ignore[union-attr]
 
 
-def test_batch_norm_in_half_precision_or_in_odd_strides_may_not_run_again() -> None:
+def test_batch_norm_in_half_precision_or_in_odd_strides_may_not_be_rebuilt() -> None:
     x = torch.empty(4, 6, 8, 8)
-    assert may_run_again(norm_op(x), "cpu")
-    assert not may_run_again(norm_op(x.bfloat16()), "cpu")
-    assert not may_run_again(norm_op(x.half()), "cpu")
-    assert not may_run_again(norm_op(torch.empty(4, 8, 6, 8).transpose(1, 2)), "cpu")
-    assert not may_run_again(norm_op(torch.empty(4, 6, 8, 16)[..., ::2]), "cpu")
-    assert not may_run_again(norm_op(x, training=False), "cpu")
+    assert may_rebuild(norm_op(x), "cpu")
+    assert not may_rebuild(norm_op(x.bfloat16()), "cpu")
+    assert not may_rebuild(norm_op(x.half()), "cpu")
+    assert not may_rebuild(norm_op(torch.empty(4, 8, 6, 8).transpose(1, 2)), "cpu")
+    assert not may_rebuild(norm_op(torch.empty(4, 6, 8, 16)[..., ::2]), "cpu")
+    assert not may_rebuild(norm_op(x, training=False), "cpu")
 
 
 def test_batch_norm_reads_its_saved_statistics_and_gives_its_result_alone() -> None:
     norm = norm_op(torch.empty(4, 6, 8, 8))
-    assert {int(r.buffer) for r in reads(norm, "cpu")} == {0, 1, 2, 6, 7}
-    assert [int(r.buffer) for r in gives(norm, "cpu")] == [5]
+    assert {int(r.buffer) for r in rebuild_reads(norm, "cpu")} == {0, 1, 2, 6, 7}
+    assert [int(r.buffer) for r in rebuild_gives(norm, "cpu")] == [5]
     assert stand_in(norm, "cpu").args[5] is False
     other = op(aten.gelu.default, X)
     assert stand_in(other, "cpu") is other
-    assert list(reads(other, "cpu")) == [X]
+    assert list(rebuild_reads(other, "cpu")) == [X]
 
 
 def test_several_results_get_new_buffers_of_the_same_sizes() -> None:
     pool = op(aten.max_pool2d_with_indices.default, Q, (2, 2), results=2)
     buffers = {BufferId(i): Buffer(BufferId(i), 8 * i, Role.INTERNAL, f"name {i}") for i in range(92)}
-    [again], copies = run_again(pool, "cpu", buffers)
+    [again], copies = rebuild(pool, "cpu", buffers)
     assert copies == {90: 92, 91: 93}
     assert again.args == pool.args
     assert [r.buffer for r in again.outputs] == [92, 93]
