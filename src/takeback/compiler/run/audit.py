@@ -37,7 +37,7 @@ Value = tuple[BufferId, int]  #: a buffer, and how often it has been written
 
 
 @dataclass
-class _Names:
+class _Holdings:
     """Which name stands for which bytes now, and which value those bytes hold."""
 
     storage_of: dict[str, Storage] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def audit(lines: Iterable[tuple[int, str]], claims: Mapping[str, Region], layout
     ends: dict[BufferId, int] = {}  # of each owner's bytes: the position after the last op that needs them
     for b, life in layout.alive.items():
         ends[layout.slots[b]] = max(ends.get(layout.slots[b], 0), life.end)
-    names = _Names()
+    names = _Holdings()
     written: dict[BufferId, int] = {}
     returned: list[Storage] = []
     for position, group in itertools.groupby(lines, key=lambda line: line[0]):
@@ -101,7 +101,7 @@ def _local_names(tree: ast.AST) -> list[str]:
     return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
 
 
-def _follow_(text: str, names: _Names, used: set[str], returned: list[Storage], position: int) -> None:
+def _follow_(text: str, names: _Holdings, used: set[str], returned: list[Storage], position: int) -> None:
     """What a statement does to the names."""
     [statement] = ast.parse(text).body
     if not isinstance(statement, ast.Assign):
@@ -131,7 +131,7 @@ def _follow_(text: str, names: _Names, used: set[str], returned: list[Storage], 
                 names.take_(name)
 
 
-def _bytes_of(name: str, names: _Names, position: int, text: str) -> Storage:
+def _bytes_of(name: str, names: _Holdings, position: int, text: str) -> Storage:
     storage = names.storage_of.get(name)
     if storage is None:
         raise BorrowError(f"op {position}: `{text}` uses {name}, whose bytes are gone. {WHAT_TO_DO}")
@@ -142,7 +142,7 @@ def _check_op_(
     op: Op,
     position: int,
     used: set[str],
-    names: _Names,
+    names: _Holdings,
     claims: Mapping[str, Region],
     layout: Layout,
     written: dict[BufferId, int],
@@ -201,7 +201,7 @@ def _find(region: Region, standing: Mapping[Region, Storage], layout: Layout, la
     return found.pop()
 
 
-def _check_kept(position: int, names: _Names, claims: Mapping[str, Region], layout: Layout) -> None:
+def _check_kept(position: int, names: _Holdings, claims: Mapping[str, Region], layout: Layout) -> None:
     """After an op nothing has a name but what the plan has alive."""
     ends: dict[BufferId, int] = {}
     for b, life in layout.alive.items():
@@ -211,7 +211,7 @@ def _check_kept(position: int, names: _Names, claims: Mapping[str, Region], layo
             raise BorrowError(f"after op {position} {name} keeps %{claims[name].buffer}, which is dead. {WHAT_TO_DO}")
 
 
-def _check_survivors(surviving: list[Storage], names: _Names, layout: Layout, written: Mapping[BufferId, int]) -> None:
+def _check_survivors(surviving: list[Storage], names: _Holdings, layout: Layout, written: Mapping[BufferId, int]) -> None:
     """What the caller gets is what the program means."""
     there = {names.value_in[s] for s in surviving}
     program = layout.program
