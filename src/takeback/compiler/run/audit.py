@@ -211,7 +211,9 @@ def _check_kept(position: int, names: _Holdings, claims: Mapping[str, Region], l
             raise BorrowError(f"after op {position} {name} keeps %{claims[name].buffer}, which is dead. {WHAT_TO_DO}")
 
 
-def _check_survivors(surviving: list[Storage], names: _Holdings, layout: Layout, written: Mapping[BufferId, int]) -> None:
+def _check_survivors(
+    surviving: list[Storage], names: _Holdings, layout: Layout, written: Mapping[BufferId, int]
+) -> None:
     """What the caller gets is what the program means."""
     there = {names.value_in[s] for s in surviving}
     program = layout.program
