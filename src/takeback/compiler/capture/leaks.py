@@ -1,8 +1,9 @@
-"""While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`.
+"""While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`,
+and draws from Python's or numpy's random numbers.
 
-`.tolist()` of a small tensor is honoured: it becomes one value guard per element. The rest raises. Only the recording
-thread is affected, and autograd's thread that runs the backward on a GPU for it; every other thread goes straight to
-torch's own method.
+`.tolist()` of a small tensor is honoured: it becomes one expected value per element. The rest raises. Only the
+recording thread is affected, and autograd's thread that runs the backward on a GPU for it; every other thread goes
+straight to torch's own method.
 """
 
 from __future__ import annotations
