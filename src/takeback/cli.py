@@ -29,6 +29,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 import takeback
+from takeback import comparison
 from takeback import demo as demos
 from takeback.compiler.explain.frontier import Frontier
 from takeback.compiler.explain.passes import passes_text
@@ -129,7 +130,7 @@ def options(
 
 @app.command(cls=_Command)
 def demo(
-    steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = 20,
+    steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = demos.STEPS,
     out: Annotated[Path | None, typer.Option(help="Also write the GPT's report as a page to this file.")] = None,
     tiny: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -248,11 +249,11 @@ def bench(
 ) -> None:
     """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
     with _CleanErrors(), _telling(f"loading {target}") as tell:
-        result = demos.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
+        result = comparison.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
     console = _console()
     setting = f', memory="{memory}"' if memory else ""
-    console.print(demos.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
-    console.print(demos.verdict(result))
+    console.print(comparison.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
+    console.print(comparison.verdict(result))
 
 
 @app.command(cls=_Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
