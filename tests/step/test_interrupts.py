@@ -14,7 +14,7 @@ import threading
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +28,15 @@ from takeback.compiler.program import Phase
 from takeback.compiler.run import allocator
 from takeback.errors import CaptureError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "ctrl_c_raises")
+
+
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Where SIGINT is ignored (a background job, a worker of pytest-xdist), Ctrl-C is made to raise, as in a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
