@@ -130,7 +130,7 @@ def checkpointed(case: zoo.Case) -> Step:
         case.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     else:
         for module in case.model.modules():
-            if type(module).__name__ in ("Block", "Bottleneck", "BasicBlock"):
+            if type(module).__name__ in ("GPTBlock", "DiTBlock", "SSMBlock", "Bottleneck", "BasicBlock"):
                 module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
     return eager(case)
 

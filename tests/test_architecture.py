@@ -11,63 +11,63 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1] / "src" / "takeback"
 FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 # A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself,
 # which exports the compiler: to import it from a part is to import everything.
-COMPILER = (
-    "program",
-    "schema",
-    "capture",
-    "ownership",
-    "passes",
-    "plan",
-    "run",
-    "explain",
-    "budget",
-    "step",
-    "backend",
-    "cli",
-    "__init__",
-)
-EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "parallel", "zoo")
-PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
+STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan", "layout", "planning", "run", "explain")
+TOP = ("step", "predict", "cli", "demo", "backend", "__init__")
+COMPILER = (*STAGES, *TOP)
+EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
+GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel")
+PARTS = (*COMPILER, *EAGER, *GROUND)
 
-# Of COMPILER, what each part may import besides itself. A part not listed may import anything.
+# Of COMPILER, what each part may import besides itself: planning never knows executors or reports.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "program": frozenset(),
     "schema": frozenset({"program"}),
-    "capture": frozenset({"program"}),
+    "capture": frozenset({"program", "schema"}),
     "ownership": frozenset({"program", "schema", "capture"}),
-    "passes": frozenset({"program", "schema", "capture", "ownership"}),
+    "form": frozenset({"program", "schema", "ownership"}),
+    "passes": frozenset({"program", "schema", "capture", "ownership", "form", "plan"}),
     "plan": frozenset(),
-    "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
-    "explain": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run"}),
-    "budget": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain"}),
-    "step": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
-    "nn": frozenset(),
-    "grads": frozenset(),
-    "optim": frozenset(),
-    "workspace": frozenset(),
-    "norm_cache": frozenset(),
-    "guard": frozenset(),
-    "parallel": frozenset(),
-    "errors": frozenset(),
-    "options": frozenset(),
-    "native": frozenset(),
-    "engine": frozenset(),
-    "zoo": frozenset(),
+    "layout": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
+    "planning": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
+    "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout", "planning"}),
+    "explain": frozenset(STAGES),
+    "step": frozenset(STAGES),
+    "predict": frozenset(STAGES),
+    **dict.fromkeys((*EAGER, *GROUND), frozenset()),
 }
 # Of all parts, the only ones that these may import besides themselves.
-IMPORTS_ONLY: dict[str, frozenset[str]] = {"plan": frozenset({"errors"}), "zoo": frozenset()}
+IMPORTS_ONLY: dict[str, frozenset[str]] = {
+    "plan": frozenset({"errors"}),
+    "zoo": frozenset(),
+    "cache": frozenset({"options", "errors"}),
+}
 
 MAY_USE_PRIVATE_TORCH = ("program", "schema", "capture", "run", "backend")
 # What eager code must ask of torch, and torch has no public name for.
 PRIVATE_TORCH_FILES = ("engine.py", "guard/engine.py", "workspace/internals.py")
 MAY_READ_ENVIRONMENT = ("options",)
 ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"})
+# Private attributes of what torch hands out: reached without naming torch, and private all the same.
+PRIVATE_ATTRIBUTES = frozenset(
+    name
+    for kind in (
+        torch.Tensor,
+        torch.UntypedStorage,
+        torch.Generator,
+        torch.autograd.graph.Node,
+        type(torch.ops.aten.add.Tensor),
+        type(torch.ops.aten.add.Tensor._schema),
+    )
+    for name in (*dir(kind), "_schema", "_overloadname", "_op", "_sequence_nr")
+    if name.startswith("_") and not name.endswith("__")
+)
 
 
 def part_of(path: str) -> str:
@@ -127,6 +127,55 @@ def check_private_torch(path: str, source: str) -> list[str]:
     return [f"{path}:{line} private torch API {private}" for line, private in found]
 
 
+def check_private_attributes(path: str, source: str) -> list[str]:
+    if part_of(path) in MAY_USE_PRIVATE_TORCH or path in PRIVATE_TORCH_FILES:
+        return []
+    found = sorted(
+        {
+            (node.lineno, node.attr)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Attribute)
+            and node.attr in PRIVATE_ATTRIBUTES
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        }
+    )
+    return [f"{path}:{line} private torch attribute {name}" for line, name in found]
+
+
+def check_private_names(path: str, source: str) -> list[str]:
+    """No part imports what another keeps to itself."""
+    violations = []
+    for line, name in imports(path, source):
+        first, *rest = name.split(".")
+        private = [part for part in rest if part.startswith("_") and not part.endswith("__")]
+        home = next((p for p in rest if p != "compiler"), "")
+        if first == "takeback" and private and home != part_of(path):
+            violations.append(f"{path}:{line} {private[0]} is private to {home}")
+    return violations
+
+
+def check_class_names(path: str, source: str) -> list[str]:
+    """One word per idea: no two classes of takeback have one name, with or without an underscore."""
+    violations = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            others = [p for p in CLASS_NAMES.get(node.name.lstrip("_"), []) if p != path]
+            violations += [f"{path}:{node.lineno} {other} has a class {node.name} too" for other in others[:1]]
+    return violations
+
+
+def _class_names() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.lstrip("_"), []).append(path)
+    return found
+
+
+CLASS_NAMES = _class_names()
+
+
 def check_environment(path: str, source: str) -> list[str]:
     if part_of(path) in MAY_READ_ENVIRONMENT:
         return []
@@ -175,6 +224,9 @@ RULES = [
     check_direction,
     check_plan_without_torch,
     check_private_torch,
+    check_private_attributes,
+    check_private_names,
+    check_class_names,
     check_environment,
 ]
 Rule = Callable[[str, str], list[str]]
@@ -216,6 +268,8 @@ def test_file_keeps_every_rule(path: str) -> None:
         ),
         (check_direction, "compiler/run/x.py", "from takeback.step import compile_step", "import step"),
         (check_direction, "compiler/explain/x.py", "from takeback.step import Plan", "import step"),
+        (check_direction, "compiler/planning.py", "from takeback.compiler.run import y", "planning must not .* run"),
+        (check_direction, "compiler/passes/x.py", "from takeback.compiler.explain.text import y", "import explain"),
         (check_direction, "compiler/explain/x.py", "from takeback import cli", "import cli"),
         (check_direction, "step.py", "from takeback.cli import main", "step must not import cli"),
         (check_direction, "compiler/passes/x.py", "from takeback import compile_step", "import __init__"),
@@ -288,6 +342,10 @@ def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, vi
         (check_private_torch, "backend.py", "import torch._inductor"),
         (check_private_torch, "compiler/ownership/x.py", "import torch\ntorch.ops.aten._softmax.default"),
         (check_private_torch, "compiler/ownership/x.py", "import torch\ntorch.__version__\nself._torch._x"),
+        (check_private_attributes, "compiler/capture/x.py", "op._schema"),
+        (check_private_attributes, "compiler/passes/x.py", "self._op\nop._mine"),
+        (check_private_names, "compiler/run/x.py", "from takeback.compiler.run.arena import _y"),
+        (check_class_names, "compiler/program.py", "class Region: ..."),
         (check_environment, "options.py", "import os\nos.environ['A']"),
         (check_environment, "compiler/run/x.py", "import os\nos.path.join('environ')\nself.environ"),
     ],

@@ -58,7 +58,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"NO_COLOR": "1", "COLUMNS": "80", "TERM": "dumb"})
 
 
-@pytest.mark.parametrize("command", ["demo", "explain", "fit", "bench", "check"])
+@pytest.mark.parametrize("command", ["demo", "explain", "fit", "bench", "check", "hazards"])
 def test_each_command_has_a_help_text(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

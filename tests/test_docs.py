@@ -1,7 +1,7 @@
 """The README and the pages of docs/ are true: their examples run, their links lead somewhere, their messages exist.
 
 A block marked ```python is run; the blocks of one page share a namespace. A block marked ```text output must be what
-the block before it printed. The messages in the table of docs/guards.md must be found in the source.
+the block before it printed. The messages in the table of docs/assumptions.md must be found in the source.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,16 @@ def test_report_in_how_it_works_is_the_one_its_example_prints(elsewhere: None) -
     assert out.getvalue().rstrip() == shown.rstrip()
 
 
+def test_program_in_how_it_works_is_the_one_its_example_records(elsewhere: None) -> None:
+    found = blocks((ROOT / "docs" / "how-it-works.md").read_text())
+    example = next(block for block in found if block.kind == PYTHON)
+    namespace: dict[str, Any] = {"__name__": "mlp"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(example.text, "mlp.py", "exec", dont_inherit=True), namespace)
+    [shown] = [block.text for block in found if "addmm(0.bias" in block.text]
+    assert str(namespace["step"]._plans[0].original).rstrip() == shown.rstrip()
+
+
 def test_how_it_works_and_the_readme_name_the_passes_in_their_order() -> None:
     names = [each.__name__ for each in PASSES]
     assert re.findall(r"^\*\*(\w+)\*\* ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE) == names
@@ -143,8 +154,8 @@ def is_real(message: str, known: list[str]) -> bool:
     return any(pattern.search(text) for text in known)
 
 
-def test_messages_in_guards_are_those_of_the_source() -> None:
-    rows = re.findall(r"^\| `(?:\w+Error: )?([^`]+)` \|", (ROOT / "docs" / "guards.md").read_text(), re.MULTILINE)
+def test_messages_of_refusals_are_those_of_the_source() -> None:
+    rows = re.findall(r"^\| `(?:\w+Error: )?([^`]+)` \|", (ROOT / "docs" / "assumptions.md").read_text(), re.MULTILINE)
     assert len(rows) > 25
     known = messages()
     assert [row for row in rows if not is_real(row, known)] == []

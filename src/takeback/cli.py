@@ -1,4 +1,4 @@
-"""The command line: `takeback demo | explain | fit | bench | check`.
+"""The command line: `takeback demo | explain | fit | bench | check | hazards`.
 
 Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable argument. `check` has the script's own.
 """
@@ -14,25 +14,35 @@ import runpy
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from json import dumps
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
+import torch
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 import takeback
+from takeback import comparison
 from takeback import demo as demos
 from takeback.compiler.explain.frontier import Frontier
+from takeback.compiler.explain.passes import passes_text
 from takeback.compiler.explain.report import Report
 from takeback.errors import OverwriteError, TakebackError
 from takeback.guard import Guard
 from takeback.options import Options
 from takeback.predict import frontier as find_frontier
+from takeback.predict import passes as find_passes
 from takeback.zoo import CASES, Case, case
+
+if TYPE_CHECKING:
+    from takeback.hazards import OpUnderTest
 
 
 class _Command(TyperCommand):
@@ -42,7 +52,7 @@ class _Command(TyperCommand):
         return _plain(super().get_help_option(ctx))
 
 
-class _Group(TyperGroup):
+class _CommandGroup(TyperGroup):
     """The same for the command that holds the others."""
 
     def get_help_option(self, ctx: Any) -> Any:
@@ -59,7 +69,7 @@ FLAG = ""
 """The metavar of a flag, which takes no value."""
 
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandGroup,
     help="Compiles a PyTorch training step so that every buffer has one owner.",
     no_args_is_help=True,
     add_completion=False,
@@ -120,7 +130,7 @@ def options(
 
 @app.command(cls=_Command)
 def demo(
-    steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = 20,
+    steps: Annotated[int, typer.Option(min=4, help="How many steps each model is trained.")] = demos.STEPS,
     out: Annotated[Path | None, typer.Option(help="Also write the GPT's report as a page to this file.")] = None,
     tiny: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
@@ -145,8 +155,17 @@ def explain(
             "--frontier", metavar=FLAG, help="Show peak against predicted time instead; no step of TARGET is run."
         ),
     ] = False,
+    passes: Annotated[
+        bool,
+        typer.Option(
+            "--passes", metavar=FLAG, help="Show what each pass changes in the program instead; nothing is run."
+        ),
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", metavar=FLAG, help="With --passes: the whole program after each pass.")
+    ] = False,
     solve_s: Annotated[
-        float, typer.Option(help="How long the choice of what to rebuild may take, in seconds.")
+        float, typer.Option(help="A last guard on the choice of what to rebuild, in seconds.")
     ] = SOLVE_S,
 ) -> None:
     """Run a few steps of TARGET and show what lives where, what is copied and why."""
@@ -154,6 +173,13 @@ def explain(
         _check_writable(html, json)
         if frontier and memory is not None:
             raise BadArgument("--frontier shows every --memory side by side; leave one of the two out")
+        if passes and (frontier or html or json):
+            raise BadArgument("--passes prints text, and nothing else; leave --frontier, --html and --json out")
+        if whole and not passes:
+            raise BadArgument("--whole belongs to --passes")
+        if passes:
+            _show_passes(target, memory or AUTO, solve_s, whole=whole)
+            return
         made: Report | Frontier
         if frontier:
             subject = load_case(target)
@@ -169,6 +195,28 @@ def explain(
     if json is not None:
         json.write_text(made.to_json(), encoding="utf-8")
         typer.echo(f"\ndata: {json}")
+
+
+def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> None:
+    subject = load_case(target)
+    with _telling(f"tracing {target}") as tell:
+        records = find_passes(
+            subject.model,
+            subject.loss_fn,
+            subject.optimizer,
+            *subject.batch,
+            memory=memory,
+            solve_s=solve_s,
+            progress=tell,
+        )
+    console = Console(highlight=False)
+    for line in passes_text(records, whole=whole):
+        # On a terminal a line of the program stays one line; a file or a pipe gets all of it.
+        if console.is_terminal:
+            style = {"-": "red", "+": "green"}.get(line.strip()[:1], "")
+            console.print(Text(line, style=style, no_wrap=True, overflow="ellipsis"))
+        else:
+            typer.echo(line)
 
 
 def _report(target: str, steps: int, memory: str, solve_s: float) -> Report:
@@ -201,11 +249,11 @@ def bench(
 ) -> None:
     """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
     with _CleanErrors(), _telling(f"loading {target}") as tell:
-        result = demos.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
+        result = comparison.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
     console = _console()
     setting = f', memory="{memory}"' if memory else ""
-    console.print(demos.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
-    console.print(demos.verdict(result))
+    console.print(comparison.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
+    console.print(comparison.verdict(result))
 
 
 @app.command(cls=_Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -258,6 +306,53 @@ def _summary(guard: Guard) -> str:
     return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
 
 
+@app.command(cls=_Command)
+def hazards(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TARGET",
+            help="package.module:factory or file.py:factory, where factory() returns a takeback.hazards.OpUnderTest or "
+            "a list of them.",
+        ),
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", metavar=FLAG, help="Show the hazards, and run none.")] = False,
+    only: Annotated[str, typer.Option(metavar="PATTERN", help="Only hazards whose name contains this.")] = "",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Where the op runs: cpu, cuda, cuda:1.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", metavar=FLAG, help="Without compilers and processes.")] = False,
+    guard: Annotated[
+        bool, typer.Option("--guard", metavar=FLAG, help="Run each inside takeback.guard() too: does it name it?")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the outcomes as JSON to this file.")] = None,
+) -> None:
+    """Try an in-place op on graphs where somebody else still reads what it overwrites.
+
+    Exits with 1 if a result is wrong, or if a hazard was missed because the plain form raises."""
+    from takeback import hazards as suite
+    from takeback.hazards.report import findings, listed
+
+    with _CleanErrors():
+        chosen = suite.chosen(only, quick=quick)
+        if not chosen:
+            raise BadArgument(f"no hazard's name contains {only!r}; takeback hazards --list shows them")
+        if show_list:
+            typer.echo(listed(suite.KINDS, chosen))
+            return
+        if target is None:
+            raise BadArgument("give package.module:factory or file.py:factory; takeback hazards --help says more")
+        _check_writable(json)
+        where = _device(device)
+        subjects = load_subjects(target, where)
+        with _counting(len(subjects) * len(chosen)) as tell:
+            found = [findings(each, chosen, where, under_guard=guard, tell=tell) for each in subjects]
+    typer.echo("\n\n".join(map(str, found)))
+    if json is not None:
+        json.write_text(dumps({each.subject.name: each.to_json() for each in found}, indent=1), encoding="utf-8")
+        typer.echo(f"\ndata: {json}")
+    if any(each.failed for each in found):
+        raise typer.Exit(1)
+
+
 # -- targets -----------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +375,53 @@ def load_maker(target: str) -> Callable[[int], Case]:
     function = _function(target)
     _check_call(target, function, "function(n)", 1)
     return lambda n: _as_case(target, function(n))
+
+
+def load_subjects(target: str, device: torch.device) -> list[OpUnderTest]:
+    """The ops that TARGET names: one, a list, or what a function of the user's returns."""
+    from takeback.hazards import OpUnderTest
+    from takeback.hazards.trial import problem_of
+
+    where, colon, name = target.rpartition(":")
+    if not colon or not where or not name:
+        raise BadArgument(f"{target} names no factory: give package.module:factory or file.py:factory")
+    try:
+        module = _module(target, where)
+    except BadArgument:
+        raise
+    except Exception as error:
+        raise BadArgument(f"{where} cannot be imported: {_one_line(error)}") from None
+    if not hasattr(module, name):
+        raise BadArgument(f"unknown target {target!r}: {where} has no {name!r}")
+    made = getattr(module, name)
+    if callable(made):
+        _check_call(target, made, "factory()", returns="a takeback.hazards.OpUnderTest, or a list of them")
+        try:
+            made = made()
+        except Exception as error:
+            raise BadArgument(f"{target}() raised {_one_line(error)}") from None
+    found = list(made) if isinstance(made, list | tuple) else [made]
+    wrong = [each for each in found if not isinstance(each, OpUnderTest)]
+    if wrong or not found:
+        got = f"a {type(wrong[0]).__name__}" if wrong else "an empty list"
+        raise BadArgument(f"{target} must give a takeback.hazards.OpUnderTest or a list of them, got {got}")
+    for subject in found:
+        if problem := problem_of(subject, device):
+            raise BadArgument(problem)
+    return found
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise BadArgument(f"--device {name}: {_one_line(error)}") from None
+    return device
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _zoo_name(target: str) -> tuple[str, str] | None:
@@ -314,7 +456,13 @@ def _function(target: str) -> Callable[..., object]:
     return function  # type: ignore[no-any-return]
 
 
-def _check_call(target: str, function: Callable[..., object], form: str, *arguments: object) -> None:
+def _check_call(
+    target: str,
+    function: Callable[..., object],
+    form: str,
+    *arguments: object,
+    returns: str = "(model, loss_fn, optimizer, batch)",
+) -> None:
     """Raises if the function cannot be called with these arguments, before it is called."""
     try:
         signature = inspect.signature(function)
@@ -325,7 +473,7 @@ def _check_call(target: str, function: Callable[..., object], form: str, *argume
     except TypeError as error:
         raise BadArgument(
             f"{target} cannot be called as {form}: {error}. It takes {signature}. Give a function that makes the case: "
-            f"{form} must return (model, loss_fn, optimizer, batch)."
+            f"{form} must return {returns}."
         ) from None
 
 
@@ -403,6 +551,20 @@ def _telling(text: str) -> Iterator[Callable[[str], None]]:
     with Live(Text(text, style="dim"), console=console, auto_refresh=False, transient=True) as live:
         live.refresh()
         yield lambda text: live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
+
+
+@contextlib.contextmanager
+def _counting(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on the terminal that is one further for each call, and says what is next; elsewhere nothing."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with Progress(
+        BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("", total=total, completed=-1)
+        yield lambda text: bar.update(task, advance=1, description=escape(text))
 
 
 class _CleanErrors:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 
 
-class Fate(enum.Enum):
+class GradientUse(enum.Enum):
     """What happens to the gradient of a leaf in the running backward."""
 
     ACCUMULATED = enum.auto()  #: it is added into `.grad`
@@ -25,13 +25,13 @@ class Fate(enum.Enum):
     UNUSED = enum.auto()  #: nobody asked for it
 
 
-def fate_of(accumulate: Node) -> Fate:
-    """The fate of what reaches an AccumulateGrad node."""
+def use_of(accumulate: Node) -> GradientUse:
+    """The use of what reaches an AccumulateGrad node."""
     try:
         runs = torch._C._will_engine_execute_node(accumulate)
     except RuntimeError:  # it refuses leaves under torch.autograd.grad
-        return Fate.RETURNED
-    return Fate.ACCUMULATED if runs else Fate.UNUSED
+        return GradientUse.RETURNED
+    return GradientUse.ACCUMULATED if runs else GradientUse.UNUSED
 
 
 def transformed() -> bool:

@@ -44,7 +44,7 @@ class NormCache:
         self.norm_type, self.dtype = float(norm_type), dtype
         self.hits = self.misses = 0  #: may lose a count where threads ask at the same time
         self._through = tuple(through)
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _KnownNorm] = {}
         _watch_optimizers()
 
     def norm(self, p: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class NormCache:
         self.misses += 1
         return self._renew(p, entry, seen)
 
-    def _renew(self, p: torch.Tensor, old: _Entry | None, seen: tuple[object, ...]) -> torch.Tensor:
+    def _renew(self, p: torch.Tensor, old: _KnownNorm | None, seen: tuple[object, ...]) -> torch.Tensor:
         """Computes, and keeps what the parameter was before."""
         param = old.param if old is not None else weakref.ref(p, functools.partial(_forget, self._entries, id(p)))
         same = old is not None and old.storage.cdata == seen[1]
@@ -72,7 +72,7 @@ class NormCache:
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             norm = self._compute(p)
         if storage.cdata == seen[1]:  # else another thread has just put other memory there
-            self._entries[id(p)] = _Entry(param, seen, norm, storage)
+            self._entries[id(p)] = _KnownNorm(param, seen, norm, storage)
         return norm
 
     def total(self, params: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -110,7 +110,7 @@ class NormCache:
         )
 
 
-class _Entry(NamedTuple):
+class _KnownNorm(NamedTuple):
     """A norm, and the state of the parameter that was read before it was computed."""
 
     param: weakref.ref[torch.Tensor]
@@ -128,7 +128,7 @@ def _has_version(p: torch.Tensor) -> bool:
     return type(p) in (torch.Tensor, torch.nn.Parameter) and p.layout is torch.strided and not p.is_inference()
 
 
-def _forget(entries: dict[int, _Entry], key: int, param: weakref.ref[torch.Tensor]) -> None:
+def _forget(entries: dict[int, _KnownNorm], key: int, param: weakref.ref[torch.Tensor]) -> None:
     entry = entries.get(key)
     if entry is not None and entry.param is param:
         entries.pop(key, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from takeback.cache import Cache
 from takeback.errors import OptionError
 from takeback.parallel import check_group
 
@@ -134,8 +135,17 @@ def _whole(name: str, value: object, *, least: int) -> None:
         raise OptionError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 
+CACHE_BYTES, CACHE_ENTRIES = 1 << 30, 4096
+"""How much is kept on disk: one library takes about 100 KiB, the rates of a machine less than 1."""
+
+
+def open_cache(folder: Path | None = None) -> Cache:
+    """What is kept between processes: compiled code and measured rates, in `folder` or where `cache_dir` says."""
+    return Cache(folder or cache_dir(), limit_bytes=CACHE_BYTES, limit_entries=CACHE_ENTRIES)
+
+
 def cache_dir() -> Path:
-    """Where the compiled allocator is kept: $TAKEBACK_CACHE, else $XDG_CACHE_HOME/takeback, else ~/.cache/takeback."""
+    """The cache's folder: $TAKEBACK_CACHE, else $XDG_CACHE_HOME/takeback, else ~/.cache/takeback."""
     own = os.environ.get("TAKEBACK_CACHE")
     if own:
         return Path(own)
@@ -144,7 +154,7 @@ def cache_dir() -> Path:
 
 
 def compiler() -> str:
-    """The C++ compiler for the allocator: $CXX, else g++."""
+    """The C++ compiler for the allocator and the kernels: $CXX, else g++."""
     return os.environ.get("CXX") or "g++"
 
 

@@ -1,7 +1,7 @@
 """Averages flat tensors over a torch.distributed group, in a few large buckets that start before the last is complete.
 
-Tensors are cut into buckets once (`cut`), from their sizes alone, so that every rank has the same ones. A `Reducer` is
-handed each bucket as it becomes complete, starts them strictly in one order on every rank, and waits for all of them.
+Buckets are cut from sizes alone (flat.py), so that every rank has the same ones. A `Reducer` is handed each bucket as
+it becomes complete, starts them strictly in one order on every rank, and waits for all of them.
 What fails raises `ReduceError`; after that the group's ranks may be anywhere, so nothing more is sent. `Replicas` makes
 models equal at the start and keeps their buffers equal. Nothing here knows the compiler.
 """
@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import distributed as dist
 
+from takeback import flat
 from takeback.errors import OptionError, ReduceError
-
-BUCKET_BYTES = (
-    25 << 20
-)  #: what DistributedDataParallel takes too: large enough for the wire, small enough to start early
-ALIGNMENT_BYTES = 64
 
 
 def check_group(group: object) -> None:
@@ -34,58 +29,6 @@ def check_group(group: object) -> None:
             f"group must be a process group of torch.distributed, such as dist.group.WORLD after init_process_group(), "
             f"or None for one process; got {group!r}"
         )
-
-
-# -- buckets -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """The elements [start, end) of the flat tensor of `dtype`; `members` are the tensors whose slices lie there."""
-
-    dtype: torch.dtype
-    start: int
-    end: int
-    members: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return int((self.end - self.start) * self.dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Slices in the order of the tensors, aligned, one flat tensor for each dtype; and the buckets in the order in
-    which they are started: a backward completes the last tensors first, so the bucket with tensor 0 is the last."""
-
-    offsets: tuple[int, ...]  #: of each tensor's slice in the flat tensor of its dtype, in elements
-    numels: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-
-
-def cut(tensors: Sequence[tuple[int, torch.dtype]], bucket_bytes: int | None = None) -> Cut:
-    """Cuts tensors, given as (numel, dtype), into buckets of `bucket_bytes` or more; what is left of a dtype, too."""
-    bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    offsets: list[int] = []
-    ends: dict[torch.dtype, int] = {}
-    for numel, dtype in tensors:
-        step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
-        offsets.append(-(-ends.get(dtype, 0) // step) * step)
-        ends[dtype] = offsets[-1] + numel
-    buckets: list[Bucket] = []
-    for dtype in ends:
-        members: list[int] = []
-        for i in reversed([i for i, (_, d) in enumerate(tensors) if d is dtype]):
-            members.insert(0, i)
-            end = offsets[members[-1]] + tensors[members[-1]][0]
-            if i == 0 or (end - offsets[i]) * dtype.itemsize >= bucket_bytes:
-                buckets.append(Bucket(dtype, offsets[i], end, tuple(members)))
-                members = []
-        if members:
-            end = offsets[members[-1]] + tensors[members[-1]][0]
-            buckets.append(Bucket(dtype, offsets[members[0]], end, tuple(members)))
-    buckets.sort(key=lambda b: -b.members[0])
-    return Cut(tuple(offsets), tuple(numel for numel, _ in tensors), tuple(buckets))
 
 
 # -- reducing ----------------------------------------------------------------------------------------------------------
@@ -208,7 +151,7 @@ class Replicas:
         everything = [*self._model.parameters(), *self._model.buffers()]
         runs: list[list[torch.Tensor]] = [[]]
         for t in everything:
-            if sum(_size_bytes(x) for x in runs[-1]) >= BUCKET_BYTES:
+            if sum(_size_bytes(x) for x in runs[-1]) >= flat.BUCKET_BYTES:
                 runs.append([])
             runs[-1].append(t)
         for run in runs:
@@ -228,13 +171,13 @@ class Replicas:
     def _send_(self, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         if not sum(map(_size_bytes, tensors)):
             return lambda: None
-        flat = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
-        before = None if self._rank == 0 else flat.clone()
+        sent = torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+        before = None if self._rank == 0 else sent.clone()
         with self._reaching("what rank 0 has could not be sent to all"):
-            dist.broadcast(flat, src=dist.get_global_rank(self._group, 0), group=self._group)
+            dist.broadcast(sent, src=dist.get_global_rank(self._group, 0), group=self._group)
         if before is None:
             return lambda: None
-        _take_(tensors, flat)
+        _take_(tensors, sent)
         return lambda: _take_(tensors, before)
 
     @contextlib.contextmanager
@@ -249,10 +192,10 @@ def _size_bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def _take_(tensors: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
+def _take_(tensors: Sequence[torch.Tensor], sent: torch.Tensor) -> None:
     start = 0
     for t in tensors:
-        part = flat[start : start + _size_bytes(t)]
+        part = sent[start : start + _size_bytes(t)]
         start += _size_bytes(t)
         # A clone starts at an address of its own, so that it can be looked at as any dtype.
         t.detach().copy_(part.clone().view(t.dtype).reshape(t.shape))

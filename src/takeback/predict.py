@@ -1,5 +1,5 @@
 """What a step would need, before it runs: `predict` traces it with fake tensors, `frontier` says what less memory
-would cost in time, `largest_batch` searches over batch sizes.
+would cost in time, `passes` shows what each pass does, `largest_batch` searches over batch sizes.
 
 Nothing of the user's is touched or run: model, optimizer and batch are replaced by fakes of the same shapes. Only the
 scratch inside kernels cannot be seen that way; each distinct op that may take some is tried once, on zeros.
@@ -14,21 +14,25 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from takeback.compiler.budget import AUTO_SHARE, check_early, cost_of, plan_within, resident_bytes, search_for
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.session import capture
-from takeback.compiler.capture.twin import disproof
-from takeback.compiler.capture.update import own_step_reason, write_update
-from takeback.compiler.explain.eager import eager_peak
+from takeback.compiler.capture.finish import OwnStep, finish_program, why_own_step
+from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
+from takeback.compiler.explain.passes import PassRecord
 from takeback.compiler.explain.report import Report, build_report
-from takeback.compiler.passes import Refusal
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.pipeline import PIPELINE, search_of
+from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
+from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.run.execution import Execution, Placing
 from takeback.compiler.run.probe import probe_scratch
-from takeback.compiler.run.replay import undo_bytes
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 
@@ -67,19 +71,62 @@ def predict(
         solve_s=solve_s,
     )
     _check_device(device, gpu)
-    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options, progress)
-    plan = plan_within(traced.program, traced.kept, options)
+    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=progress)
+    settings = settings_for(traced.program, options, cost_of(traced.program))
+    plan = plan_within(traced.program, traced.kept, options, settings)
     layout = plan.layout
+    execution = Execution(
+        placing=traced.placing,
+        undo_bytes=undo_bytes(layout.draft.program),
+        kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
+    )
     return build_report(
         layout,
         traced.program,
-        refusals=traced.refusals,
-        undo_bytes=undo_bytes(layout.draft.program),
-        kept_grad_bytes=traced.kept_grad_bytes,
-        placed=traced.placed,
+        execution,
+        own_step=traced.own_step,
         step_s=plan.step_s,
         added_s=plan.added_s,
     )
+
+
+def passes(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    *batch: Any,
+    memory: str = "auto",
+    update: str = "end",
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+    keep_grads: bool = False,
+    solve_s: float = Options.solve_s,
+    progress: Callable[[str], None] | None = None,
+    **kwargs: Any,
+) -> tuple[PassRecord, ...]:
+    """What each pass makes of the step, in the order in which they run: the program before and after it. Nothing of the
+    user's is run. `takeback explain TARGET --passes` prints it."""
+    options = Options(
+        memory=memory,
+        update=update,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        keep_grads=keep_grads,
+        solve_s=solve_s,
+    )
+    say = progress or (lambda text: None)
+    say("tracing the step")
+    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=None)
+    settings = settings_for(traced.program, options, cost_of(traced.program), progress=progress)
+    records: list[PassRecord] = []
+
+    def watch(name: str, before: Draft, after: Draft | str) -> None:
+        if name == PIPELINE[0].name:
+            records.clear()  # a target may take several rounds: the last one made the plan
+        records.append(PassRecord(name, before, after))
+
+    plan_within(traced.program, traced.kept, options, settings, watch=watch)
+    return tuple(records)
 
 
 def frontier(
@@ -120,24 +167,26 @@ def frontier(
         optimizer,
         batch,
         kwargs,
-        options,
-        lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
+        options=options,
+        progress=lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
     )
     program = traced.program
     say("listing what could be rebuilt")
     share = AUTO_SHARE.get(program.device_type, 0.0)
-    auto = search_for(program, traced.kept, options, lambda text: say(f"auto: {text}")).lowest(share)
-    search = search_for(program, traced.kept, options, say)
+    seconds = cost_of(program)
+    told = settings_for(program, options, seconds, progress=lambda text: say(f"auto: {text}"))
+    auto = search_of(program, traced.kept, told).lowest(share)
+    search = search_of(program, traced.kept, settings_for(program, options, seconds, progress=say))
     return build_frontier(
         search.frontier(),
         auto,
         search.draft.program,
         step_s=search.step_s,
-        seconds=cost_of(program),
+        seconds=seconds,
         eager_bytes=eager_peak(program).transient_bytes,
         resident_bytes=resident_bytes(program),
         undo_bytes=undo_bytes(program),
-        kept_grad_bytes=traced.kept_grad_bytes,
+        kept_grad_bytes=grad_bytes(program) if keep_grads else 0,
     )
 
 
@@ -147,9 +196,8 @@ class _Traced:
 
     program: Program
     kept: frozenset[BufferId]
-    kept_grad_bytes: int
-    refusals: tuple[Refusal, ...]
-    placed: bool
+    own_step: OwnStep | None
+    placing: Placing
 
 
 def _check_device(device: str | None, gpu: str | None) -> None:
@@ -163,6 +211,7 @@ def _trace(
     optimizer: Optimizer,
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
     options: Options,
     progress: Callable[[int, int], None] | None,
 ) -> _Traced:
@@ -172,6 +221,7 @@ def _trace(
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
     check_early(options, optimizer)
+    own_step = why_own_step(optimizer)
     with FakeWorld() as world:
         fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
@@ -184,23 +234,21 @@ def _trace(
             clip_norm=options.clip_norm,
         )
         got = capture(subject, fake_batch, fake_kwargs, real=False)
-        program = got.program
-        reason = own_step_reason(fake_optimizer)
-        planned = reason is None
-        if planned:
+        if own_step is None:
             world.fill_states(fake_optimizer, subject.parameters)
-            early = options.update == "early"
-            program, _ = write_update(program, fake_optimizer, subject.parameters, subject.names, one_by_one=early)
-    reason = reason or disproof(optimizer)
-    refusals: tuple[Refusal, ...] = ()
-    if reason is not None:
-        refusals = (Refusal("plan the update", type(optimizer).__name__, program.loss.buffer, 0, reason),)
+        finished = finish_program(
+            got.program,
+            fake_optimizer,
+            subject.parameters,
+            subject.names,
+            own_step=own_step,
+            one_by_one=options.update == "early",
+            keep_grads=options.keep_grads,
+        )
+    program, placing = finished.program, Placing.ARENA_BESIDE_OPS
     if native is not None:
-        program = probe_scratch(program, native, progress)
-    keep = options.keep_grads or not planned
-    kept = frozenset(r.buffer for r in program.grads.values()) if keep else frozenset()
-    grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
-    return _Traced(program, kept, grads, refusals, native is not None)
+        program, placing = probe_scratch(program, native, progress), Placing.ARENA
+    return _Traced(program, finished.kept, finished.own_step, placing)
 
 
 def largest_batch(

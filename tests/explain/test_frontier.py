@@ -18,9 +18,9 @@ from torch import nn
 
 import takeback as tb
 from takeback import zoo
-from takeback.compiler.budget import AUTO_SHARE
 from takeback.compiler.explain.frontier import Frontier, Tradeoff, share_ticks, show_seconds
 from takeback.compiler.explain.frontier_html import as_html
+from takeback.compiler.planning import AUTO_SHARE
 from takeback.errors import OptionError
 from takeback.options import memory_target
 from takeback.predict import frontier

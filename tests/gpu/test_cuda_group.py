@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback import parallel
+from takeback import flat
 from takeback.compiler.run.eager import eager_step
 from takeback.compiler.run.stream import StreamExecutor
 
@@ -54,7 +54,7 @@ def on_gpu(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 def test_group_of_one_has_eagers_bits(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch, make: Any, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(parallel, "BUCKET_BYTES", 4096)
+    monkeypatch.setattr(flat, "BUCKET_BYTES", 4096)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(0)
     ours = convnet().to(DEVICE)

@@ -12,8 +12,8 @@ from gpu_twins import Case, adamw, bf16, labelled, momentum, tokens_loss
 from torch import Tensor, nn
 
 import takeback as tb
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.run.eager import eager_step
-from takeback.compiler.run.replay import undo_bytes
 from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.resnet import ResNet, ResNetConfig
 

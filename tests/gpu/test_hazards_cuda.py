@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "hazards"))  # the suite is shar
 from hazard_saboteurs import SABOTEURS
 from subjects import OURS, failures
 
-from hazards import HAZARDS, Subject, Verdict, judge, run, run_ddp
+from takeback.hazards import HAZARDS, OpUnderTest, Verdict, judge, run, run_ddp
 from takeback.nn import streams
 
 pytestmark = [
@@ -35,20 +35,20 @@ def one_stream_so_far() -> None:
 
 
 @pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
-def test_no_gradient_is_wrong(subject: Subject) -> None:
+def test_no_gradient_is_wrong(subject: OpUnderTest) -> None:
     assert failures(subject, run(subject, "cuda", quick=True)) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("subject", HALF, ids=lambda subject: subject.name)
-def test_no_gradient_is_wrong_in_half_precision(subject: Subject, dtype: torch.dtype) -> None:
+def test_no_gradient_is_wrong_in_half_precision(subject: OpUnderTest, dtype: torch.dtype) -> None:
     low = replace(subject, dtype=dtype, tolerance={dtype: 0.3}, autocast=())  # what is overwritten is off by more
     assert failures(low, run(low, "cuda", quick=True)) == {}
 
 
 @pytest.mark.parametrize("hazard", COMPILED, ids=lambda hazard: hazard.name)
 @pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
-def test_no_gradient_is_wrong_when_compiled(subject: Subject, hazard: object) -> None:
+def test_no_gradient_is_wrong_when_compiled(subject: OpUnderTest, hazard: object) -> None:
     assert failures(subject, {"torch.compile": judge(hazard, subject, "cuda")}) == {}  # type: ignore[arg-type]
 
 

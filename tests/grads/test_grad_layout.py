@@ -11,6 +11,7 @@ from torch import nn
 
 import takeback
 from takeback.errors import GradBufferError, OptionError
+from takeback.flat import ALIGNMENT_BYTES
 
 
 class Mixed(nn.Module):
@@ -41,9 +42,9 @@ def test_slices_follow_each_other_in_parameter_order_at_aligned_offsets() -> Non
     ends = [s.offset + s.numel for s in buf.slots]
     assert all(end <= s.offset for end, s in zip(ends, buf.slots[1:], strict=False))
     for slot, p in zip(buf.slots, model.parameters(), strict=True):
-        assert slot.offset * 4 % 128 == 0
+        assert slot.offset * 4 % ALIGNMENT_BYTES == 0
         assert p.grad is not None
-        assert (p.grad.data_ptr() - buf.flat.data_ptr()) % 128 == 0
+        assert (p.grad.data_ptr() - buf.flat.data_ptr()) % ALIGNMENT_BYTES == 0
         assert p.grad.data_ptr() % 64 == 0
         assert in_its_slice(buf, p)
     assert ends[-1] <= buf.flat.numel()

@@ -20,10 +20,10 @@ from takeback.guard import fingerprint as prints
 from takeback.guard.fingerprint import fingerprints, same
 from takeback.guard.graph import Graph
 from takeback.guard.judge import Judge
-from takeback.guard.region import Region, Unwatchable, region_of
+from takeback.guard.region import StorageRegion, Unwatchable, region_of
 
 
-def region(tensor: torch.Tensor) -> Region:
+def region(tensor: torch.Tensor) -> StorageRegion:
     found = region_of(tensor)
     assert found is not None
     return found
@@ -37,7 +37,7 @@ def addresses(tensor: torch.Tensor) -> set[int]:
     return {first + k for first in firsts for k in range(item)}
 
 
-def covered(of: Region) -> set[int]:
+def covered(of: StorageRegion) -> set[int]:
     counts = [count for count, _ in of.outer]
     firsts = {of.start_bytes + sum(i * s for i, (_, s) in zip(at, of.outer, strict=True)) for at in np.ndindex(*counts)}
     return {first + k for first in firsts for k in range(of.run_bytes)}

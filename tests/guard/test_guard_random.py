@@ -17,8 +17,8 @@ from overwriters import by_pointer
 
 import takeback as tb
 from takeback.guard import graph as guard_graph
-from takeback.guard.census import Census
 from takeback.guard.judge import Judge
+from takeback.guard.readers import Readers
 
 UNARY = ("sin", "exp", "view", "neg", "sine", "sabotage gradient", "sabotage saved", "checkpointed")
 BINARY = ("add", "mul", "sub")
@@ -138,11 +138,11 @@ def test_a_guard_that_is_blind_to_one_kind_of_reader_is_found_out(
     if blind == "saved":
         monkeypatch.setattr(guard_graph.Graph, "_saved", lambda self, node: iter(()))
     elif blind == "pending":
-        monkeypatch.setattr(Census, "ran", lambda self, known, results: setattr(known, "ran", True))
+        monkeypatch.setattr(Readers, "ran", lambda self, known, results: setattr(known, "ran", True))
     elif blind == "held":
         monkeypatch.setattr(sys.modules[Judge.__module__], "holders_of", lambda tensors, ignored: {})
     elif blind == "kept graph":
-        monkeypatch.setattr(Census, "reads", lambda self, reader, writer: reader is not writer and not reader.ran)
+        monkeypatch.setattr(Readers, "reads", lambda self, reader, writer: reader is not writer and not reader.ran)
     verdicts = [verdict(program) for program in EXAMPLES]
     assert all(wrong for wrong, _ in verdicts)
     assert all(said for _, said in verdicts) == (blind is None)

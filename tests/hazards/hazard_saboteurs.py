@@ -1,7 +1,7 @@
 """In-place ops broken on purpose, each as a real one was or could be: right in an ordinary test, wrong on hazards.
 
-In: nothing. Out: SABOTEURS, `Subject`s for hazards.py. Their writes go past autograd's version counters, as those of a
-CUDA, Triton or C++ kernel do. Their arithmetic, leaky_relu(x) * weight + bias or silu(a) * b, is right.
+In: nothing. Out: SABOTEURS, `OpUnderTest`s for takeback.hazards. Their writes go past autograd's version counters, as
+those of a CUDA, Triton or C++ kernel do. Their arithmetic, leaky_relu(x) * weight + bias or silu(a) * b, is right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hazards import Subject
+from takeback.hazards import OpUnderTest
 
 WIDTH, SLOPE = 8, 0.1
 
@@ -290,7 +290,7 @@ class OverwritesInputs(nn.Module):
 
 SABOTEURS = [
     *(
-        Subject(make.__name__, make, Plain)
+        OpUnderTest(make.__name__, make, Plain)
         for make in (
             OverwritesGradient,
             OverwritesDenseGradient,
@@ -303,5 +303,5 @@ SABOTEURS = [
             ForgetsEdges,
         )
     ),
-    Subject("OverwritesInputs", OverwritesInputs, SwiGLU, shapes=((6, WIDTH), (6, WIDTH))),
+    OpUnderTest("OverwritesInputs", OverwritesInputs, SwiGLU, shapes=((6, WIDTH), (6, WIDTH))),
 ]

@@ -1,4 +1,4 @@
-"""takeback's own in-place layers as `Subject`s, each beside what torch has for the same; and where they may raise.
+"""takeback's own in-place layers as `OpUnderTest`s, each beside what torch has for the same; and where they may raise.
 
 `OURS` are the subjects. `failures` is what is left of an outcome table after that: it must be empty.
 """
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hazards import Outcome, Subject, Verdict
+from takeback.hazards import OpUnderTest, Outcome, Verdict
 from takeback.nn import GELU, InPlaceABN, InPlaceLayerNorm, InPlaceRMSNorm, SwiGLU, inplace_abn
 
 BOTH = (torch.bfloat16, torch.float16)
@@ -58,22 +58,22 @@ class PlainSwiGLU(nn.Module):
         return F.silu(gate) * up
 
 
-def _abn(activation: str, shape: tuple[int, ...]) -> Subject:
+def _abn(activation: str, shape: tuple[int, ...]) -> OpUnderTest:
     name = f"InPlaceABN, {activation}, {len(shape)}d"
     make, plain = partial(abn, activation, shape[1]), partial(batch_norm, activation, shape[1], len(shape))
-    return Subject(name, make, plain, (shape,), writes_input=True, autocast=BOTH)
+    return OpUnderTest(name, make, plain, (shape,), writes_input=True, autocast=BOTH)
 
 
 OURS = [
     *(_abn(activation, (6, 8)) for activation in ACTIVATIONS),
     *(_abn(activation, (4, 3, 5, 2)) for activation in ("leaky_relu", "relu")),
-    Subject("inplace_abn", partial(Functional, 8), partial(PlainFunctional, 8), writes_input=True, autocast=BOTH),
-    Subject("InPlaceLayerNorm", partial(InPlaceLayerNorm, 8), partial(nn.LayerNorm, 8), autocast=BOTH),
-    Subject("InPlaceRMSNorm", partial(InPlaceRMSNorm, 8), partial(nn.RMSNorm, 8), ((3, 5, 8),), autocast=BOTH),
-    Subject("SwiGLU(gate, up)", SwiGLU, PlainSwiGLU, ((6, 8), (6, 8)), autocast=BOTH),
-    Subject("SwiGLU(x)", SwiGLU, PlainSwiGLU, ((6, 8),), autocast=BOTH),
-    Subject("GELU", GELU, nn.GELU, autocast=BOTH),
-    Subject("GELU, tanh", partial(GELU, approximate="tanh"), partial(nn.GELU, approximate="tanh"), autocast=BOTH),
+    OpUnderTest("inplace_abn", partial(Functional, 8), partial(PlainFunctional, 8), writes_input=True, autocast=BOTH),
+    OpUnderTest("InPlaceLayerNorm", partial(InPlaceLayerNorm, 8), partial(nn.LayerNorm, 8), autocast=BOTH),
+    OpUnderTest("InPlaceRMSNorm", partial(InPlaceRMSNorm, 8), partial(nn.RMSNorm, 8), ((3, 5, 8),), autocast=BOTH),
+    OpUnderTest("SwiGLU(gate, up)", SwiGLU, PlainSwiGLU, ((6, 8), (6, 8)), autocast=BOTH),
+    OpUnderTest("SwiGLU(x)", SwiGLU, PlainSwiGLU, ((6, 8),), autocast=BOTH),
+    OpUnderTest("GELU", GELU, nn.GELU, autocast=BOTH),
+    OpUnderTest("GELU, tanh", partial(GELU, approximate="tanh"), partial(nn.GELU, approximate="tanh"), autocast=BOTH),
 ]
 
 MODIFIED = "modified by an inplace operation"
@@ -99,7 +99,7 @@ MAY_RAISE_IF_INPUT_IS_GIVEN_UP = {
 }
 
 
-def failures(subject: Subject, outcomes: dict[str, Outcome]) -> dict[str, str]:
+def failures(subject: OpUnderTest, outcomes: dict[str, Outcome]) -> dict[str, str]:
     """What is wrong, raised without leave, or skipped because plain torch fails: that would be the suite's fault."""
     may_raise = MAY_RAISE | (MAY_RAISE_IF_INPUT_IS_GIVEN_UP if subject.writes_input else {})
     found = {}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from subjects import OURS, failures
 
-from hazards import HAZARDS, Subject, Trial, Verdict, judge, plain_chain, residual, run, run_ddp, sum_backward
+from takeback.hazards import HAZARDS, OpUnderTest, Trial, Verdict, judge, run, run_ddp
+from takeback.hazards.gradients import plain_chain, residual, sum_backward
 
 BY_NAME = {each.name: each for each in HAZARDS}
 
@@ -22,12 +23,12 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
-def test_no_gradient_is_wrong(subject: Subject) -> None:
+def test_no_gradient_is_wrong(subject: OpUnderTest) -> None:
     assert failures(subject, run(subject, quick=True)) == {}
 
 
 @pytest.mark.parametrize("subject", OURS, ids=lambda subject: subject.name)
-def test_no_gradient_is_wrong_when_compiled(subject: Subject) -> None:
+def test_no_gradient_is_wrong_when_compiled(subject: OpUnderTest) -> None:
     assert failures(subject, {"torch.compile": judge(BY_NAME["torch.compile, aot_eager"], subject, "cpu")}) == {}
 
 
@@ -44,7 +45,7 @@ def test_no_gradient_is_wrong_in_two_processes() -> None:
 
 @pytest.mark.parametrize("graph", [plain_chain, residual, sum_backward], ids=lambda graph: graph.__name__)
 @pytest.mark.parametrize("subject", [each for each in OURS if each.name != "inplace_abn"], ids=lambda each: each.name)
-def test_hazards_leave_room_to_overwrite(subject: Subject, graph: object) -> None:
+def test_hazards_leave_room_to_overwrite(subject: OpUnderTest, graph: object) -> None:
     """The suite shows something only if the layers do overwrite where they may."""
     trial = Trial(subject, torch.device("cpu"), plain=False)
     if graph is residual and trial.output_shape != subject.shapes[0]:

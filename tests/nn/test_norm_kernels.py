@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from norm_cases import EPS, OLD, Case, check, draw, flat_of, reference, rms_error, run_
 
-from takeback.nn.kernels import cpu
+from takeback.nn.kernels import norms_cpu
 from takeback.nn.kernels.norms import (
     Done,
     Into,
@@ -196,14 +196,14 @@ def test_narrower_vectors_are_as_right(capability: str, monkeypatch: pytest.Monk
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("this CPU has no other vectors")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    cpu._library.cache_clear()
+    norms_cpu._library.cache_clear()
     try:
         for case, dtype in itertools.product(KINDS.values(), DTYPES):
             check(replace(case, dtype=dtype))
         half_precision_round_trip(torch.bfloat16)
         half_precision_round_trip(torch.float16)
     finally:
-        cpu._library.cache_clear()
+        norms_cpu._library.cache_clear()
 
 
 def half_precision_round_trip(dtype: torch.dtype) -> None:
@@ -358,10 +358,10 @@ def test_what_is_not_ours_is_refused_with_a_reason_and_nothing_written(name: str
 def test_without_a_compiler_nothing_is_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler-takeback")
     monkeypatch.setenv("TAKEBACK_CACHE", str(tmp_path))
-    cpu._library.cache_clear()
+    norms_cpu._library.cache_clear()
     try:
         result = rms_norm_backward_(X, X, [8], None, EPS)
         assert isinstance(result, NotMine)
         assert "no compiler named 'no-such-compiler-takeback'" in result.reason
     finally:
-        cpu._library.cache_clear()
+        norms_cpu._library.cache_clear()

@@ -17,8 +17,9 @@ from torch import nn
 import takeback as tb
 from takeback import optim
 from takeback.errors import GradBufferError, OptionError
+from takeback.flat import ALIGNMENT_BYTES, rounded_up
 from takeback.optim import launch, proof
-from takeback.optim.fused import AdamSettings, Scaling, SGDSettings
+from takeback.optim.fused import AdamSettings, ScalerTensors, SGDSettings
 
 
 def two_groups(params: Any) -> list[dict[str, Any]]:
@@ -128,7 +129,7 @@ def test_a_model_trains_as_with_torch() -> None:
         for slot, p in zip(buf.slots, theirs.parameters(), strict=True):
             assert p.grad is not None
             p.grad.copy_(slot.view)  # the gradients themselves are GradBuffer's claim, not this one's
-            assert slot.holds()
+            assert slot.has_gradient_in_place()
         ours.step()
         reference.step()
     for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
@@ -288,7 +289,7 @@ def test_zero_grad_to_none_and_to_zero() -> None:
     twins.gradients(without=[3])
     twins.ours.zero_grad(set_to_none=False)
     assert twins.mine[3].grad is None
-    assert all(slot.holds() for i, slot in enumerate(twins.buf.slots) if i != 3)
+    assert all(slot.has_gradient_in_place() for i, slot in enumerate(twins.buf.slots) if i != 3)
     assert not twins.buf.flat.any()
     twins.ours.zero_grad()
     assert all(p.grad is None for p in twins.mine)
@@ -443,14 +444,14 @@ def test_kernels_refuse_what_they_cannot_do(monkeypatch: pytest.MonkeyPatch) -> 
     cuda = torch.device("cuda", 0)
     adam = AdamSettings(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=False, maximize=False, decoupled=True)
     sgd = SGDSettings(1e-3, 0.9, 0.0, 0.0, nesterov=False, maximize=True)
-    scaled = Scaling(found_inf=torch.zeros(()))
+    scaled = ScalerTensors(found_inf=torch.zeros(()))
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    assert launch.refuses(cuda, torch.float32, adam, Scaling()) == ""
-    assert "compute in float32" in launch.refuses(cuda, torch.float64, adam, Scaling())
+    assert launch.refuses(cuda, torch.float32, adam, ScalerTensors()) == ""
+    assert "compute in float32" in launch.refuses(cuda, torch.float64, adam, ScalerTensors())
     assert "GradScaler" in launch.refuses(cuda, torch.float32, adam, scaled)
-    assert "maximize with momentum" in launch.refuses(cuda, torch.float32, sgd, Scaling())
+    assert "maximize with momentum" in launch.refuses(cuda, torch.float32, sgd, ScalerTensors())
     monkeypatch.setattr(launch, "_has_triton", lambda: False)
-    assert launch.refuses(cuda, torch.float32, adam, Scaling()) == "triton is not installed"
+    assert launch.refuses(cuda, torch.float32, adam, ScalerTensors()) == "triton is not installed"
 
 
 def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,11 +460,11 @@ def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) 
     sgd = SGDSettings(0.1, 0.0, 0.0, 0.02, nesterov=False, maximize=False)
     wrong = False
 
-    def stand_in(table: launch.Table, grads: torch.Tensor, *_: object) -> None:
+    def stand_in(table: launch.Chunks, grads: torch.Tensor, *_: object) -> None:
         offset = 0
         for p in table.params:
             g = grads[offset : offset + p.numel()].to(p.dtype)
-            offset += -(-p.numel() // 64) * 64
+            offset += rounded_up(p.numel(), ALIGNMENT_BYTES // p.itemsize)
             torch.ops.aten._fused_sgd_(
                 [p], [g], [], weight_decay=0.02, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False,
                 maximize=False, is_first_step=False,
@@ -482,7 +483,7 @@ def test_a_kernel_with_other_bits_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_table_covers_every_element_once() -> None:
     params = [torch.zeros(n) for n in (1, launch.CHUNK, 0, 3 * launch.CHUNK + 5)]
-    table = launch.Table(
+    table = launch.Chunks(
         params, [0, 64, 9000, 9000], [0, 32, 8500, 8500], range(4), "abcd", torch.float32, torch.device("cpu")
     )
     rows = table.rows.tolist()
@@ -492,7 +493,7 @@ def test_a_table_covers_every_element_once() -> None:
     assert [row[0] for row in rows[2:]] == [last + 4 * launch.CHUNK * i for i in range(4)]
     assert rows[-1][1:3] == [9000 + 3 * launch.CHUNK, 8500 + 3 * launch.CHUNK]
     with pytest.raises(GradBufferError, match=r"a is torch\.float32 on cpu now; its state is torch\.bfloat16"):
-        launch.Table(params[:1], [0], [0], [0], "a", torch.bfloat16, torch.device("cpu"))
+        launch.Chunks(params[:1], [0], [0], [0], "a", torch.bfloat16, torch.device("cpu"))
 
 
 def test_importing_needs_no_triton() -> None:

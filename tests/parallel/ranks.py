@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from takeback import parallel
+from takeback import flat
 
 TIMEOUT_S = 15  #: of a group
 FINE = ""
@@ -44,7 +44,7 @@ def run_ranks(world: int, module: str, scenarios: list[str], folder: Path, limit
 
 def _rank(rank: int, world: int, module: str, scenarios: list[str], folder: str) -> None:
     torch.set_num_threads(1)
-    parallel.BUCKET_BYTES = 256  # tiny models have several buckets too
+    flat.BUCKET_BYTES = 256  # tiny models have several buckets too
     functions = importlib.import_module(module)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)

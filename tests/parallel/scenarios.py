@@ -17,8 +17,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
+from takeback.compiler.passes import Home
 from takeback.compiler.run.stream import StreamExecutor
-from takeback.parallel import Reducer, cut
+from takeback.flat import cut, lay_out
+from takeback.parallel import Reducer
 
 Batches = Callable[[int], tuple[Any, ...]]  #: by step
 
@@ -113,7 +115,7 @@ def race(
     ddp = DistributedDataParallel(theirs, process_group=group, find_unused_parameters=unused)
     step = tb.compile_step(ours, entropy, mine, group=group, **{"memory": "keep", **options})
     if streams:
-        step._streams, step._native = True, None
+        step._home, step._native = Home.ALLOCATOR, None
     accumulate, clip_norm = options.get("accumulate", 1), options.get("clip_norm")
     for i in range(steps):
         batch = batches(i)
@@ -291,19 +293,22 @@ def held(rank: int, group: dist.ProcessGroup) -> None:
 
 def buckets_in_any_order(rank: int, group: dist.ProcessGroup) -> None:
     """Ranks complete buckets in different orders, and they are still sent in one."""
-    made = cut([(5, torch.float32), (70, torch.float32), (3, torch.float64), (64, torch.float32)], bucket_bytes=64)
-    assert [b.members for b in made.buckets] == [(3,), (2,), (1,), (0,)]
-    flats = {b.dtype: torch.zeros(max(o.end for o in made.buckets if o.dtype is b.dtype)) for b in made.buckets}
-    flats = {dtype: (flat + 4 * rank).to(dtype) for dtype, flat in flats.items()}
-    reducer = Reducer(group, len(made.buckets))
+    layout = lay_out([(5, torch.float32), (70, torch.float32), (3, torch.float64), (64, torch.float32)])
+    made = cut(layout, bucket_bytes=64)
+    assert [b.members for b in made] == [(3,), (2,), (1,), (0,)]
+    flats = [
+        torch.full((numel,), 4.0 * rank, dtype=kind.dtype)
+        for kind, numel in zip(layout.kinds, layout.numels, strict=True)
+    ]
+    reducer = Reducer(group, len(made))
     for hold in (False, True):
         reducer.begin(hold=hold)
         for i in [(3, 1, 0, 2), (0, 2, 3, 1)][rank]:
-            bucket = made.buckets[i]
-            reducer.ready(i, [flats[bucket.dtype][bucket.start : bucket.end]])
+            bucket = made[i]
+            reducer.ready(i, [flats[bucket.flat][bucket.start : bucket.end]])
         reducer.finish()
-        for bucket in made.buckets:
-            assert torch.all(flats[bucket.dtype][bucket.start : bucket.end] == 2), f"{bucket}"
+        for bucket in made:
+            assert torch.all(flats[bucket.flat][bucket.start : bucket.end] == 2), f"{bucket}"
 
 
 def frozen(rank: int, group: dist.ProcessGroup) -> None:

@@ -6,15 +6,14 @@ import dataclasses
 
 import pytest
 import torch
-from menus import Writer, a_second, draft_of, recorded
+from drawn_programs import Writer, chosen, draft_of, recorded, rows_of
 from torch import nn
 
+from takeback.compiler.layout import lay_out
 from takeback.compiler.passes import Draft
 from takeback.compiler.passes.choice import Choice, Rebuild, apply, fixed_buffers
-from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.program import Phase
-from takeback.compiler.run.layout import lay_out
 
 aten = torch.ops.aten
 
@@ -39,14 +38,14 @@ def test_choices_are_frozen_and_equal_choices_are_one_key() -> None:
     assert Choice().rebuilds == ()
 
 
-def test_choice_of_a_menu_is_sorted_and_without_doubles() -> None:
+def test_choice_of_an_answer_is_sorted_and_without_doubles() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16))))
-    menu = Menu(draft_of(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 16))), a_second)
-    everything = menu.choice(frozenset(range(menu.unknowns)))
+    rows = rows_of(draft_of(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 16))))
+    everything = chosen(rows, frozenset(range(rows.unknowns)))
     assert len(everything.rebuilds) > 5
     assert everything.rebuilds == tuple(sorted(set(everything.rebuilds)))
-    assert menu.choice(frozenset()) == Choice()
+    assert chosen(rows, frozenset()) == Choice()
     assert all(r.op < r.before for r in everything.rebuilds)
 
 

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import zoo
+from takeback.compiler import layout as layout_module
 from takeback.compiler.explain.ledger import Fate
-from takeback.compiler.passes import Draft, Overwrites, Packed, passes_for, run_passes
+from takeback.compiler.layout import Layout, lay_out
+from takeback.compiler.passes import Overwrites, Packed, run_passes
 from takeback.compiler.passes.draft import slot_of
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program
-from takeback.compiler.run import layout as layout_module
-from takeback.compiler.run.layout import Layout, lay_out
 from takeback.errors import PlanError
 
 
@@ -52,11 +52,11 @@ BATCH = (torch.randn(256, 32), torch.randint(10, (256,)))
 
 def offsets(layout: Layout) -> list[int]:
     """Of the gradients, in the order of the parameters."""
-    return [layout.offsets[r.buffer] for _, r in sorted(layout.draft.program.grads.items())]
+    return [layout.placed.offsets[r.buffer] for _, r in sorted(layout.draft.program.grads.items())]
 
 
 def test_slices_lie_one_after_the_other_in_the_order_of_the_parameters() -> None:
-    layout = lay_out(run_passes(Draft(original(mlp(), entropy, *BATCH)), passes_for()))
+    layout = lay_out(run_passes(original(mlp(), entropy, *BATCH)))
     sizes = [4 * 64 * 32, 4 * 64, 4 * 10 * 64, 64]
     found = offsets(layout)
     assert [b - a for a, b in itertools.pairwise(found)] == sizes[:-1]
@@ -66,7 +66,7 @@ def test_there_is_one_flat_buffer_for_each_dtype() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].to(torch.float64)
     program = original(model, lambda m, x: m[1](m[0](x).double()).square().mean(), torch.randn(5, 8))
-    draft = run_passes(Draft(program), passes_for())
+    draft = run_passes(program)
     packed = [draft.placements[slot_of(draft, r.buffer)] for _, r in sorted(program.grads.items())]
     assert packed == [Packed("float32", 0), Packed("float32", 256), Packed("float64", 0), Packed("float64", 512)]
 
@@ -74,7 +74,7 @@ def test_there_is_one_flat_buffer_for_each_dtype() -> None:
 def test_gradient_that_overwrites_a_dying_operand_takes_its_slot_along() -> None:
     model = nn.Linear(4, 4, bias=False)
     program = original(model, lambda m, x: (m(m(x)) + m(x)).square().mean(), torch.randn(3, 4))
-    draft = run_passes(Draft(program), passes_for())
+    draft = run_passes(program)
     [grad] = draft.program.grads.values()
     assert isinstance(draft.placements[grad.buffer], Overwrites), "no sum of gradients here: it shows nothing"
     assert draft.placements[slot_of(draft, grad.buffer)] == Packed("float32", 0)
@@ -119,7 +119,7 @@ def test_packing_never_makes_the_arena_of_the_zoo_larger(name: str, memory: str)
     assert packed or any("larger" in r.reason for r in layout.draft.refusals if r.decision == "pack")
     draft = layout.draft
     loose = {b: layout_module.Fresh() if isinstance(p, Packed) else p for b, p in draft.placements.items()}
-    assert layout.arena_bytes <= lay_out(replace(draft, placements=loose)).arena_bytes
+    assert layout.placed.size_bytes <= lay_out(replace(draft, placements=loose)).placed.size_bytes
 
 
 def test_slices_that_would_cost_arena_are_placed_one_by_one_and_the_report_says_so(
@@ -133,14 +133,14 @@ def test_slices_that_would_cost_arena_are_placed_one_by_one_and_the_report_says_
         return replace(found, arena_bytes=found.arena_bytes + 640) if problem.packs else found
 
     monkeypatch.setattr(layout_module, "solve", wasteful)
-    layout = lay_out(run_passes(Draft(program), passes_for()))
+    layout = lay_out(run_passes(program))
     assert not any(isinstance(p, Packed) for p in layout.draft.placements.values())
     reasons = {r.reason for r in layout.draft.refusals if r.decision == "pack"}
     assert reasons == {"packed, the arena would be 640 bytes larger"}
 
 
 def test_a_slice_that_is_put_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = run_passes(Draft(original(mlp(), entropy, *BATCH)), passes_for())
+    draft = run_passes(original(mlp(), entropy, *BATCH))
     solve = layout_module.solve
 
     def tearing(problem: Problem) -> Solution:
@@ -148,7 +148,7 @@ def test_a_slice_that_is_put_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch
         [pack] = problem.packs
         torn = pack.members[-1][0]
         return replace(
-            found, offsets={**found.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
+            found, offsets={**found.placed.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
         )
 
     monkeypatch.setattr(layout_module, "solve", tearing)

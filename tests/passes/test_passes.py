@@ -13,17 +13,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
+from takeback.compiler import layout as layout_module
+from takeback.compiler.layout import lay_out
 from takeback.compiler.passes import Draft, Overwrites, run_passes
 from takeback.compiler.passes import chunk_loss as chunk_loss_module
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.functionalize import functionalize
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
-from takeback.compiler.passes.pipeline import passes_for
 from takeback.compiler.program import Program
-from takeback.compiler.run import layout as layout_module
 from takeback.compiler.run.eager import eager_step
-from takeback.compiler.run.layout import lay_out
 from takeback.errors import BorrowError, PlanError
 
 aten = torch.ops.aten
@@ -58,7 +57,7 @@ def test_move_drops_a_copy_of_a_dying_value_and_keeps_one_that_is_read_again() -
 def test_gradient_sum_is_added_onto_its_first_contribution() -> None:
     model = nn.Linear(4, 4, bias=False)
     program = recorded(model, lambda m, x: (m(m(x)) + m(x)).square().mean(), torch.randn(3, 4))
-    draft = run_passes(Draft(program), passes_for())
+    draft = run_passes(program)
     sums = [op for op in draft.program.ops if op.phase.value == "backward" and op.name.startswith("add")]
     assert sums, "no sum of gradients in this step: it shows nothing"
     for op in sums:
@@ -142,7 +141,7 @@ def _draft() -> Draft:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     program = recorded(model, lambda m, x: m(x).square().mean(), torch.randn(5, 8))
-    return run_passes(Draft(program), passes_for())
+    return run_passes(program)
 
 
 def test_sabotaged_overwriting_of_a_value_that_is_read_again_is_caught_by_the_borrow_check() -> None:

@@ -12,15 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback.compiler.passes import Draft, Packed, passes_for, run_passes
+from takeback.compiler import layout as layout_module
+from takeback.compiler.layout import Layout, lay_out
+from takeback.compiler.passes import Draft, Packed, PassSettings, run_passes
 from takeback.compiler.passes.draft import slot_of
-from takeback.compiler.passes.reduce import Handover, Sharing, Slice
+from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program, Special
-from takeback.compiler.run import layout as layout_module
-from takeback.compiler.run.layout import Layout, lay_out
 from takeback.errors import BorrowError, PlanError
-from takeback.parallel import cut
+from takeback.flat import cut
+from takeback.flat import lay_out as lay_out_flat
 
 
 class Net(nn.Module):
@@ -49,9 +50,9 @@ def recorded(model: nn.Module, optimized: nn.Module) -> Program:
 
 def sharing_for(model: nn.Module, bucket_bytes: int = 300) -> Sharing:
     parameters = list(model.parameters())
-    made = cut([(len(parameters), torch.float32), *((p.numel(), p.dtype) for p in parameters)], bucket_bytes)
+    layout = lay_out_flat([(len(parameters), torch.float32), *((p.numel(), p.dtype) for p in parameters)])
     slices = tuple(Slice(i, p.dtype, tuple(p.shape), p.stride()) for i, p in enumerate(parameters))
-    return Sharing(slices, tuple(Handover(b.members, b.end - b.start) for b in made.buckets))
+    return Sharing(slices, cut(layout, bucket_bytes))
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def draft() -> Draft:
     """The optimizer has the last layer alone: nobody but the group reads the other gradients."""
     torch.manual_seed(0)
     model = Net()
-    return run_passes(Draft(recorded(model, model.layers[2])), passes_for(sharing=sharing_for(model)))
+    return run_passes(recorded(model, model.layers[2]), settings=PassSettings(sharing=sharing_for(model)))
 
 
 def places(program: Program, target: Special) -> list[int]:
@@ -104,7 +105,7 @@ def test_bucket_is_one_piece_of_the_arena(draft: Draft) -> None:
         _, numel, members = layout.draft.program.ops[i].args
         assert isinstance(members, tuple)
         first, last = members[0], members[-1]
-        start, end = layout.offsets[first.buffer], layout.offsets[last.buffer] + 4 * last.numel
+        start, end = layout.placed.offsets[first.buffer], layout.placed.offsets[last.buffer] + 4 * last.numel
         assert end - start == 4 * numel
 
 
@@ -142,8 +143,8 @@ def test_value_that_is_put_onto_a_slice_in_the_group_s_hands_is_caught(
 
     def careless(problem: Problem) -> Solution:
         found = solve(problem)
-        at = found.offsets[layout.slots[target]]  # type: ignore[index]
-        return replace(found, offsets={**found.offsets, victim: at})  # type: ignore[dict-item]
+        at = found.placed.offsets[layout.slots[target]]  # type: ignore[index]
+        return replace(found, offsets={**found.placed.offsets, victim: at})  # type: ignore[dict-item]
 
     monkeypatch.setattr(layout_module, "solve", careless)
     with pytest.raises(PlanError, match="overlap in time and in bytes"):
@@ -163,7 +164,7 @@ def test_gradients_that_share_a_buffer_are_copied_and_the_update_reads_the_copie
             return F.linear(x, torch.cat([self.a, self.b]))
 
     model = Joined()
-    draft = run_passes(Draft(recorded(model, model)), passes_for(sharing=sharing_for(model)))
+    draft = run_passes(recorded(model, model), settings=PassSettings(sharing=sharing_for(model)))
     program = draft.program
     [wait] = places(program, Special.WAIT)
     mine = {r.buffer for r in program.grads.values()}

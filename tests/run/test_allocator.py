@@ -614,7 +614,7 @@ def test_cache_folder_that_cannot_be_written_falls_back_to_a_temporary_one(tmp_p
     process = run_python(LOAD_AND_SERVE.format(folder=str(blocked / "cache")))
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (0, "served 1\n"), err
-    assert err.count("cannot keep the compiled CPU allocator") == 1
+    assert err.count("cannot keep anything in the cache folder") == 1
 
 
 def test_two_processes_compile_at_once_and_a_third_finds_a_torn_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from takeback.compiler.passes.cost import Rates
 from takeback.compiler.run import calibrate
+from takeback.compiler.run.rate_table import table_rates
 
 KNOWN = Rates(1e10, 1e9, 1e-6, {"float32": 1e11}, 0.5, 0.4)
 SINGLE = frozenset({torch.float32})
@@ -110,7 +111,9 @@ def test_measuring_gives_positive_rates_and_leaves_the_random_state_alone(monkey
     monkeypatch.setattr(calibrate, "_SIDE", 64)
     monkeypatch.setattr(calibrate, "_OPS", 10)
     before = torch.get_rng_state()
+    monkeypatch.setattr(calibrate, "_STEADY", float("inf"))
     found = calibrate.measure("cpu", [torch.float32, torch.bfloat16])
+    assert found.source == "measured"
     assert torch.equal(torch.get_rng_state(), before)
     assert set(found.flops_per_s) == {"float32", "bfloat16"}
     numbers = (found.bytes_per_s, found.maths_per_s, found.op_s, found.convolution, found.attention)
@@ -137,3 +140,97 @@ def test_measuring_inside_autocast_measures_what_its_names_say(monkeypatch: pyte
     with torch.autocast("cpu", torch.bfloat16):
         calibrate.measure("cpu", [torch.float32])
     assert seen == {torch.float32}
+
+
+# -- where measuring is not steady ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, float]]:
+    """What the experiments take, in both halves; nothing is run."""
+    times: dict[str, tuple[float, float]] = {}
+    usual = (2e-3, 2.2e-3)
+    monkeypatch.setattr(calibrate, "_halves", lambda tried, device: {name: times.get(name, usual) for name in tried})
+    monkeypatch.setattr(calibrate, "_BYTES", 1 << 12)
+    monkeypatch.setattr(calibrate, "_SIDE", 16)
+    return times
+
+
+def test_steady_halves_give_measured_rates_from_the_faster(timed: dict[str, tuple[float, float]]) -> None:
+    timed["bytes"] = (4e-3, 3.2e-3)
+    found = calibrate.measure("cpu", [torch.float32])
+    assert found.source == "measured"
+    assert found.bytes_per_s == 3 * (1 << 12) / 3.2e-3
+
+
+@pytest.mark.parametrize("name", ["bytes", "maths", "op", "convolution", "attention", "float32"])
+def test_halves_that_disagree_give_the_row_of_the_table(name: str, timed: dict[str, tuple[float, float]]) -> None:
+    timed[name] = (2e-3, 2.7e-3)
+    found = calibrate.measure("cpu", [torch.float32, torch.float64])
+    row = table_rates("cpu", "", torch.get_num_threads())
+    assert found.source == "table"
+    assert found == replace(row, flops_per_s={d: row.flops_per_s[d] for d in ("float32", "float64")})
+
+
+def test_dtype_that_is_not_steady_is_added_from_the_table_and_the_rest_stays(
+    timed: dict[str, tuple[float, float]],
+) -> None:
+    known = calibrate.measure("cpu", [torch.float32])
+    timed["bfloat16"] = (1e-3, 9e-3)
+    found = calibrate.measure("cpu", [torch.bfloat16], known)
+    row = table_rates("cpu", "", torch.get_num_threads())
+    assert found == replace(
+        known, flops_per_s={**known.flops_per_s, "bfloat16": row.flops_per_s["bfloat16"]}, source="table"
+    )
+
+
+def test_what_is_added_to_rates_of_the_table_comes_from_the_table(timed: dict[str, tuple[float, float]]) -> None:
+    timed["op"] = (1e-3, 9e-3)
+    known = calibrate.measure("cpu", [torch.float32])
+    timed.clear()
+    assert calibrate.measure("cpu", [torch.float64], known).source == "table"
+
+
+def test_rates_of_the_table_are_kept_so_that_the_next_process_plans_with_them(
+    tmp_path: Path, timed: dict[str, tuple[float, float]]
+) -> None:
+    timed["op"] = (1e-3, 9e-3)
+    calibrate._rates.cache_clear()
+    first = calibrate.rates("cpu", SINGLE, tmp_path)
+    timed.clear()
+    calibrate._rates.cache_clear()
+    second = calibrate.rates("cpu", SINGLE, tmp_path)
+    calibrate._rates.cache_clear()
+    assert first == second
+    assert first.source == "table"
+
+
+def test_busy_second_half_is_seen_by_the_real_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is slowed down for the second half of the turns."""
+    monkeypatch.setattr(calibrate, "_BYTES", 1 << 12)
+    monkeypatch.setattr(calibrate, "_SIDE", 16)
+    monkeypatch.setattr(calibrate, "_OPS", 1)
+    monkeypatch.setattr(calibrate, "_TURNS", 4)
+    seen = 0
+
+    def clock() -> float:
+        nonlocal seen
+        seen += 1
+        turn = (seen - 1) // 12  # two readings of six experiments
+        return seen * (1.0 if turn < 3 else 2.0)
+
+    monkeypatch.setattr(calibrate.time, "perf_counter", clock)
+    assert calibrate.measure("cpu", [torch.float32]).source == "table"
+
+
+def test_table_knows_the_gpu_it_was_measured_on_and_scales_a_cpu_by_its_threads() -> None:
+    known, other = table_rates("cuda", "NVIDIA H200", 1), table_rates("cuda", "NVIDIA Something", 1)
+    assert known.bytes_per_s > other.bytes_per_s
+    one, four, many = (table_rates("cpu", "", n) for n in (1, 4, 64))
+    assert four.flops_per_s["float32"] == 4 * one.flops_per_s["float32"]
+    assert four.bytes_per_s == 4 * one.bytes_per_s
+    assert many.bytes_per_s == 8 * one.bytes_per_s
+    for row in (known, other, one):
+        assert row.source == "table"
+        assert row.op_s > 0
+        assert {"float32", "float64", "bfloat16", "float16"} == set(row.flops_per_s)

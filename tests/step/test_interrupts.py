@@ -152,9 +152,9 @@ def test_ctrl_c_before_any_op_of_the_update_waits_for_the_commit() -> None:
     pair.advance(2)
 
 
-def interrupted_at_once(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def interrupted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the instant between the backward and the commit: just before the gate is shut."""
-    from takeback.compiler.run.commit import Gate
+    from takeback.compiler.run.transaction import Gate
 
     class Interrupted(Gate):
         pressed = False
@@ -170,14 +170,14 @@ def interrupted_at_once(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
                 press_ctrl_c()
             self._open = value
 
-    monkeypatch.setattr(where, Interrupted)
+    monkeypatch.setattr("takeback.compiler.run.transaction.Gate", Interrupted)
 
 
 def test_ctrl_c_between_backward_and_update_of_a_replay_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     pair.advance(4)
     before = pair.state()
-    interrupted_at_once(monkeypatch, "takeback.compiler.run.replay.Gate")
+    interrupted_at_once(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert_same(pair.state(), before)
@@ -187,7 +187,7 @@ def test_ctrl_c_between_backward_and_update_of_a_replay_takes_the_step_back(monk
 def test_ctrl_c_between_backward_and_update_of_a_recording_takes_the_step_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Pair()
     before = pair.state()
-    interrupted_at_once(monkeypatch, "takeback.step.Gate")
+    interrupted_at_once(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert_same(pair.state(), before)

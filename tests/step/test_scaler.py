@@ -21,9 +21,10 @@ from versus_eager import assert_same, gradients_of, same, state_of
 
 import takeback as tb
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.run.eager import eager_step
+from takeback.compiler.passes import Home
+from takeback.compiler.run.eager import Recipe, eager_step
+from takeback.compiler.run.proof import Bits, differing, keep
 from takeback.compiler.run.stream import StreamExecutor
-from takeback.compiler.run.verify import _sums, checksum
 from takeback.errors import CaptureError, MemoryTargetError, OptionError, VerifyError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -84,7 +85,7 @@ class Pair:
         settings = {"keep_grads": True, **self.settings}
         self.step = tb.compile_step(self.model, self.loss_fn, self.optimizer, scaler=self.scaler, **settings)
         if self.streams:
-            self.step._streams, self.step._native = True, None
+            self.step._home, self.step._native = Home.ALLOCATOR, None
 
     def state(self) -> dict[str, Tensor]:
         found = {k: v.detach().clone() for k, v in state_of(self.model, self.optimizer).items()}
@@ -586,14 +587,16 @@ def test_first_replay_is_compared_with_unscaled_gradients(monkeypatch: pytest.Mo
 
 
 def test_exception_while_eager_is_compared_leaves_the_scaler_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any, scaler: GradScaler, **kwargs: Any) -> None:
-        eager_step(*args, scaler=scaler, **kwargs)
-        scaler.unscale_(pair.optimizer)
+    def interrupted(recipe: Recipe) -> None:
+        update(recipe)
+        pair.scaler.unscale_(pair.optimizer)
         raise KeyboardInterrupt
+
+    update = Recipe.update_
 
     pair = Pair(adamw, {"verify_every": 1})
     pair.advance(4)
-    monkeypatch.setattr("takeback.compiler.run.verify.eager_step", interrupted)
+    monkeypatch.setattr(Recipe, "update_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pair.attempt()
     assert not pair.scaler._per_optimizer_states
@@ -604,11 +607,10 @@ def test_any_nan_equals_any_other_when_a_new_plan_is_compared() -> None:
     pair.advance(2)
     made, given = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0])
     made.view(torch.int32)[1], given.view(torch.int32)[1] = -4194304, 0x7FC00000  # of 0 * inf, and of float("nan")
-    assert pair.step._last is not None
-    sum_of = _sums(pair.step._last.executor.program)
-    assert checksum(made) != checksum(given)
-    assert sum_of(made) == sum_of(given)
-    assert sum_of(made) != sum_of(torch.tensor([1.0, 2.0]))
+    measure = pair.step._proof.measure
+    assert differing(Bits(), keep(Bits(), {"x": made}), {"x": given}) == ("x",)
+    assert differing(measure, keep(measure, {"x": made}), {"x": given}) == ()
+    assert differing(measure, keep(measure, {"x": made}), {"x": torch.tensor([1.0, 2.0])}) == ("x",)
 
 
 @pytest.mark.parametrize("optimizers", [sgd, adamw, fused_adamw], ids=lambda f: f.__name__)

@@ -109,7 +109,7 @@ def test_ledger_accounts_for_every_planned_value_once(steady_steps: Steps, name:
     for entry in step.report().ledger:
         if entry.offset_bytes is not None:
             assert entry.offset_bytes >= 0
-            assert entry.offset_bytes + entry.size_bytes <= layout.arena_bytes
+            assert entry.offset_bytes + entry.size_bytes <= layout.placed.size_bytes
 
 
 def measured_eager_peak(of: Case) -> int:

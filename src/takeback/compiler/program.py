@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import NewType, TypeAlias
+from dataclasses import dataclass, field, fields, replace
+from typing import NewType, TypeAlias, overload
 
 import torch
 
@@ -114,6 +114,24 @@ class Region:
         )
 
 
+#: One region in place of another. `same` leaves every region as it is.
+Change: TypeAlias = Callable[[Region], Region]
+
+
+def same(region: Region) -> Region:
+    return region
+
+
+def renaming(table: Mapping[BufferId, BufferId]) -> Change:
+    """Changes the buffer of a region, for the buffers of `table`; the place in it stays."""
+
+    def change(region: Region) -> Region:
+        target = table.get(region.buffer)
+        return region if target is None else replace(region, buffer=target)
+
+    return change
+
+
 @dataclass(frozen=True, slots=True)
 class HyperScalar:
     """A number that is read afresh in every step: the one at `index` among the update's scalars."""
@@ -148,6 +166,10 @@ class Scratch:
     end: int | None
     result: BufferId | None = None
 
+    def renamed(self, results: Mapping[BufferId, BufferId]) -> Scratch:
+        """The same of an op whose results are in other buffers."""
+        return self if self.result is None else replace(self, result=results[self.result])
+
 
 @dataclass(frozen=True)
 class Op:
@@ -170,22 +192,53 @@ class Op:
 
     @property
     def inputs(self) -> tuple[Region, ...]:
-        return tuple(regions(self.args)) + tuple(regions(tuple(self.kwargs.values())))
+        return (*_regions(self.args), *_regions(tuple(self.kwargs.values())))
 
     @property
     def outputs(self) -> tuple[Region, ...]:
-        return tuple(regions(self.results))
+        return tuple(_regions(self.results))
+
+    def map(self, *, reads: Change = same, writes: Change = same) -> Op:
+        """The op with each operand replaced by `reads(region)` and each result by `writes(region)`. What it mutates
+        and which of its scratch is a result follow. What it writes in place is operand and result: both must become the
+        same."""
+        if all(reads(r) is r for r in self.inputs) and all(writes(r) is r for r in self.outputs):
+            return self
+        in_place = [r for r in self.outputs if r.buffer in self.mutates]
+        assert all(reads(r) == writes(r) for r in in_place), f"{self.name} would write another buffer than it reads"
+        moved: dict[BufferId, dict[BufferId, None]] = {}
+        for old, change in (*((r, reads) for r in self.inputs), *((r, writes) for r in self.outputs)):
+            moved.setdefault(old.buffer, {})[change(old).buffer] = None
+        results = {r.buffer: writes(r).buffer for r in self.outputs}
+        return replace(
+            self,
+            args=map_regions(self.args, reads),
+            kwargs={name: map_regions(value, reads) for name, value in self.kwargs.items()},
+            results=map_regions(self.results, writes),
+            mutates=tuple(dict.fromkeys(new for old in self.mutates for new in moved[old])),
+            scratch=tuple(s.renamed(results) for s in self.scratch),
+        )
 
 
 def regions(tree: Argument) -> Iterator[Region]:
     """Every region in an argument, in order."""
-    if isinstance(tree, Region):
-        yield tree
-    elif isinstance(tree, tuple):
-        for leaf in tree:
-            yield from regions(leaf)
+    return iter(_regions((tree,)))
 
 
+def _regions(tree: tuple[Argument, ...]) -> list[Region]:
+    found: list[Region] = []  # a list, for this is asked of every op by every pass
+    for leaf in tree:
+        if isinstance(leaf, Region):
+            found.append(leaf)
+        elif isinstance(leaf, tuple):
+            found += _regions(leaf)
+    return found
+
+
+@overload
+def map_regions(tree: tuple[Argument, ...], change: Callable[[Region], Argument]) -> tuple[Argument, ...]: ...
+@overload
+def map_regions(tree: Argument, change: Callable[[Region], Argument]) -> Argument: ...
 def map_regions(tree: Argument, change: Callable[[Region], Argument]) -> Argument:
     """The same argument with every region replaced by `change(region)`."""
     if isinstance(tree, Region):
@@ -228,8 +281,40 @@ class Program:
         """What the caller receives, and so must outlive the arena."""
         return (self.loss, *self.aux) + ((self.grad_norm,) if self.grad_norm else ())
 
+    def named_regions(self) -> Iterator[tuple[str, Region]]:
+        """Every region that a field names (not those of the ops), with the field's name: what must be there at the
+        end of the step. A new field is found by what it holds."""
+        for each in fields(self):
+            if each.name != "ops":
+                yield from ((each.name, region) for region in _regions_in(getattr(self, each.name)))
+
+    def map_named(self, change: Change) -> Program:
+        """The program with each of `named_regions` replaced. Nothing else names a region; what is named by buffer
+        stays: `buffers`, the borrowed ones (`externals`, `leaves`) and `eager_death`, which is of the step as it was
+        recorded, and is read from that program alone."""
+        new = {f.name: _map_value(getattr(self, f.name), change) for f in fields(self) if f.name != "ops"}
+        return replace(self, **new)  # type: ignore[arg-type]  # each value keeps its type
+
+    def map(self, change: Change) -> Program:
+        """The program with every region replaced, in its ops and wherever a field names one."""
+        return replace(self.map_named(change), ops=tuple(op.map(reads=change, writes=change) for op in self.ops))
+
     def __str__(self) -> str:
         return "\n".join(f"{i:4d}  {show_op(op, self.buffers)}" for i, op in enumerate(self.ops))
+
+
+def _regions_in(value: object) -> Iterator[Region]:
+    """Every region in the value of a field: one, none, or a tuple or mapping of them."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    yield from regions(value)
+
+
+def _map_value(value: object, change: Change) -> object:
+    if isinstance(value, Mapping):
+        changed = {key: map_regions(item, change) for key, item in value.items()}
+        return value if all(changed[key] is item for key, item in value.items()) else changed
+    return map_regions(value, change)
 
 
 _SHORT = {

@@ -19,6 +19,7 @@ class Parameter:
     type: str
     is_out: bool
     is_written: bool
+    is_keyword: bool  #: given by name only
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Schema:
 def schema_of(target: OpOverload) -> Schema:
     declared = target._schema
     parameters = tuple(
-        Parameter(a.name, str(a.type), a.is_out, a.alias_info is not None and a.alias_info.is_write)
+        Parameter(a.name, str(a.type), a.is_out, a.alias_info is not None and a.alias_info.is_write, a.kwarg_only)
         for a in declared.arguments
     )
     return Schema(declared.name.split("::")[1], target._overloadname, parameters, declared.is_mutable)

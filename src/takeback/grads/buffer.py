@@ -57,8 +57,8 @@ class GradBuffer:
         if group is not None:
             check_group(group)
             Replicas(model if isinstance(model, nn.Module) else nn.ParameterList(p for _, p in named), group).send_()
-        self.flats, self.slots = lay_out(named, dtype)
-        self._exchange = Exchange(self.flats, self.slots, group) if group is not None else None
+        self._layout, self.flats, self.slots = lay_out(named, dtype)
+        self._exchange = self._exchange_with(group) if group is not None else None
         self._exchanges: dict[dist.ProcessGroup, Exchange] = {}  #: of the groups that all_reduce() was called with
         self._alone = False  #: inside no_sync()
         whole = isinstance(model, nn.Module)
@@ -90,12 +90,12 @@ class GradBuffer:
     @property
     def copies(self) -> int:
         """How often the framework copied or added a gradient into its slice, for the gradients that are there now."""
-        return sum(slot.copies for slot in self.slots if slot.holds())
+        return sum(slot.copies for slot in self.slots if slot.has_gradient_in_place())
 
     @property
     def reasons(self) -> Mapping[str, str]:
         """Why, for each parameter whose gradient was copied or added by the framework."""
-        return {slot.name: slot.reason for slot in self.slots if slot.copies and slot.holds()}
+        return {slot.name: slot.reason for slot in self.slots if slot.copies and slot.has_gradient_in_place()}
 
     def __repr__(self) -> str:
         size = sum(f.numel() * f.itemsize for f in self.flats)
@@ -122,7 +122,7 @@ class GradBuffer:
         self.check_averaged()
         self._check_complete()
         for slot in self.slots:
-            slot.settle()
+            slot.refresh_()
         return self
 
     def _check_complete(self) -> None:
@@ -200,9 +200,12 @@ class GradBuffer:
         for exchange in self._exchanges.values():
             exchange.check_finished()
         if group not in self._exchanges:
-            self._exchanges[group] = Exchange(self.flats, self.slots, group)
+            self._exchanges[group] = self._exchange_with(group)
         self._exchanges[group].finish()
         return self
+
+    def _exchange_with(self, group: dist.ProcessGroup) -> Exchange:
+        return Exchange(self.flats, self.slots, self._layout, group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,52 +10,36 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import distributed as dist
 
-from takeback import parallel
+from takeback import flat, parallel
 from takeback.errors import GradBufferError, ReduceError
 from takeback.grads.slots import Slot
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """A range of a flat tensor, and the slots in it."""
-
-    elements: torch.Tensor
-    slots: tuple[Slot, ...]
-
-
-def cut(flats: Sequence[torch.Tensor], slots: Sequence[Slot], bucket_bytes: int) -> list[Bucket]:
-    """Buckets of about that size, the last slots first: a backward completes them in that order."""
-    buckets: list[tuple[int, Bucket]] = []
-    for index, flat in enumerate(flats):
-        members: list[Slot] = []
-        mine = [(i, slot) for i, slot in enumerate(slots) if slot.flat == index]
-        for i, slot in reversed(mine):
-            members.insert(0, slot)
-            start, end = slot.offset, members[-1].offset + members[-1].numel
-            if (end - start) * flat.itemsize >= bucket_bytes or slot is mine[0][1]:
-                buckets.append((i, Bucket(flat[start:end], tuple(members))))
-                members = []
-    return [bucket for _, bucket in sorted(buckets, key=lambda pair: -pair[0])]
 
 
 class Exchange:
     """One average for each `finish()`. A bucket whose slots are all `complete()` before it is sent before it."""
 
-    def __init__(self, flats: Sequence[torch.Tensor], slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        flats: Sequence[torch.Tensor],
+        slots: Sequence[Slot],
+        layout: flat.FlatLayout,
+        group: dist.ProcessGroup,
+    ) -> None:
         parallel.check_group(group)
         _compare(slots, group)
         self.group = group
         self._slots = tuple(slots)
-        self._buckets = cut(flats, slots, parallel.BUCKET_BYTES)
-        self._bucket_of = {slot: i for i, bucket in enumerate(self._buckets) for slot in bucket.slots}
+        buckets = flat.cut(layout)
+        self._elements = [flats[bucket.flat][bucket.start : bucket.end] for bucket in buckets]
+        self._members = [tuple(slots[m] for m in bucket.members) for bucket in buckets]
+        self._bucket_of = {slot: i for i, members in enumerate(self._members) for slot in members}
         # In the first flat tensor's dtype, so that one bucket is like another.
         self._used = torch.zeros(len(slots), dtype=flats[0].dtype, device=flats[0].device)
-        self._reducer = parallel.Reducer(group, len(self._buckets) + 1)
+        self._reducer = parallel.Reducer(group, len(buckets) + 1)
         self._waiting: list[set[Slot]] | None = None  #: for each bucket; None between rounds
         self._lock = threading.Lock()  #: a backward has a thread for each device
 
@@ -89,7 +73,7 @@ class Exchange:
         for index, waiting in enumerate(self._round()):
             if waiting:
                 self._send(index)
-        without = [slot for slot in self._slots if not slot.holds()]
+        without = [slot for slot in self._slots if not slot.has_gradient_in_place()]
         for slot in without:
             if slot.param.grad is not None and slot.param.grad.requires_grad:
                 self._reducer.fail(f"the gradient of {slot.name} has a history")
@@ -104,8 +88,8 @@ class Exchange:
                     f"on its way to the group already. Assign it after all_reduce(), or make the GradBuffer without "
                     f"group= and call buf.all_reduce(group)."
                 )
-        self._used.copy_(torch.tensor([float(slot.holds()) for slot in self._slots]))
-        self._reducer.ready(len(self._buckets), [self._used])
+        self._used.copy_(torch.tensor([float(slot.has_gradient_in_place()) for slot in self._slots]))
+        self._reducer.ready(len(self._members), [self._used])
         self._reducer.finish()
         self._waiting = None
         if without:  # what this rank has not used, another may have; to ask is to wait for a GPU
@@ -119,14 +103,13 @@ class Exchange:
         self._reducer.check()
         if self._waiting is None:
             self._reducer.begin()
-            self._waiting = [set(bucket.slots) for bucket in self._buckets]
+            self._waiting = [set(members) for members in self._members]
         return self._waiting
 
     def _send(self, index: int) -> None:
-        bucket = self._buckets[index]
-        for slot in bucket.slots:
-            slot.settle()
-        self._reducer.ready(index, [bucket.elements])
+        for slot in self._members[index]:
+            slot.refresh_()
+        self._reducer.ready(index, [self._elements[index]])
 
 
 def _compare(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:

@@ -42,7 +42,7 @@ def packs(module: nn.Module) -> bool:
 
 def _plainly(module: nn.Module, given: torch.Tensor) -> torch.Tensor:
     """What the module's own class does."""
-    plain = module._plain_class if isinstance(module, Packed) else type(module)
+    plain = module._plain_class if isinstance(module, PacksGradients) else type(module)
     return cast(torch.Tensor, plain.forward(module, given))
 
 
@@ -202,7 +202,7 @@ def packing_of(module: nn.Module) -> Packing:
 # -- attaching ---------------------------------------------------------------------------------------------------------
 
 
-class Packed:
+class PacksGradients:
     """Marks the classes that `packed_class` makes."""
 
     _plain_class: type[nn.Module]
@@ -229,7 +229,7 @@ def packed_class(plain: type[nn.Module], forward: Forward) -> type[nn.Module]:
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
     }
-    made = type(plain.__name__, (Packed, plain), body)
+    made = type(plain.__name__, (PacksGradients, plain), body)
     return _packed_classes.setdefault((plain, forward), made)
 
 
@@ -257,7 +257,7 @@ def attach_(model: nn.Module) -> tuple[list[weakref.ref[nn.Module]], dict[int, s
 def _plan(module: nn.Module) -> tuple[Packing, type[nn.Module] | None]:
     """How a module is packed, and the class it takes for that."""
     packing = _ours(module) or packing_of(module)
-    if packing.forward is None or isinstance(module, Packed):
+    if packing.forward is None or isinstance(module, PacksGradients):
         return packing, type(module) if packing.forward is not None else None
     try:
         return packing, packed_class(type(module), packing.forward)
@@ -267,7 +267,7 @@ def _plan(module: nn.Module) -> tuple[Packing, type[nn.Module] | None]:
 
 def _ours(module: nn.Module) -> Packing | None:
     """The packing of a module that serves another buffer already."""
-    if not isinstance(module, Packed):
+    if not isinstance(module, PacksGradients):
         return None
     module.__class__, packed = module._plain_class, type(module)
     try:

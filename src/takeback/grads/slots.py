@@ -17,11 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from takeback.engine import Fate, cuda_stream, fate_of
+from takeback import flat as flat_layouts
+from takeback.engine import GradientUse, cuda_stream, use_of
 from takeback.errors import GradBufferError
-
-ALIGNMENT_BYTES = 128
-"""Of every slice: a cache line of today's GPUs, and more than any vector load needs."""
 
 ROW_BYTES = 4096
 """A flat buffer is a whole number of rows, so that one pass can reduce it row by row."""
@@ -67,7 +65,7 @@ class Slot:
         self.standing = ""  #: why every gradient of this parameter is copied, if so
         self._given: torch.Tensor | None = None
 
-    def holds(self) -> bool:
+    def has_gradient_in_place(self) -> bool:
         """Whether the parameter has a gradient, and it is this slice."""
         grad = self.param.grad
         if grad is None:
@@ -103,7 +101,7 @@ class Slot:
             self.give()
 
     def _open(self) -> bool | None:
-        if not self.attached or fate_of(self.accumulate) is not Fate.ACCUMULATED:
+        if not self.attached or use_of(self.accumulate) is not GradientUse.ACCUMULATED:
             return None
         self.pending = self._objection()
         if self.pending:
@@ -124,7 +122,7 @@ class Slot:
             return "a post-accumulate hook on the parameter must be called"
         if self.stream is not None and cuda_stream(self.view.device.index) != self.stream:
             return "computed on another CUDA stream than the one the buffer was made on"
-        if self.param.grad is not None and not self.holds():
+        if self.param.grad is not None and not self.has_gradient_in_place():
             return ".grad was assigned from outside"
         return ""
 
@@ -143,17 +141,17 @@ class Slot:
             if grad is None or grad.requires_grad:
                 return  # a gradient with a history stays what it is
             self.check_unmoved()
-            if self.holds():
+            if self.has_gradient_in_place():
                 self.copies += 1  # added by the framework
             else:
                 self.take_(grad)
                 self.copies = 1
             self.reason = reason or "computed outside of its module's forward (torch.compile, a functional call)"
 
-    def settle(self) -> None:
+    def refresh_(self) -> None:
         """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none. A
         gradient with a history stays outside, and its values are copied each time."""
-        if self.holds():
+        if self.has_gradient_in_place():
             return
         grad = self.param.grad
         if grad is not None:
@@ -192,36 +190,30 @@ class Slot:
 
 def lay_out(
     named: Sequence[tuple[str, torch.nn.Parameter]], dtype: torch.dtype | None
-) -> tuple[tuple[torch.Tensor, ...], tuple[Slot, ...]]:
-    """The flat tensors, and a slot for each parameter in order."""
-    ends: dict[tuple[torch.device, torch.dtype], int] = {}
-    places = []
-    for _, p in named:
-        key = (p.device, dtype or p.dtype)
-        offset = ends.get(key, 0)
-        places.append((key, offset))
-        ends[key] = _up(offset + p.numel(), ALIGNMENT_BYTES // key[1].itemsize)
+) -> tuple[flat_layouts.FlatLayout, tuple[torch.Tensor, ...], tuple[Slot, ...]]:
+    """Where the slices lie, the flat tensors, and a slot for each parameter in order."""
+    params = [p for _, p in named]
+    layout = flat_layouts.lay_out([(p.numel(), dtype or p.dtype) for p in params], [p.device for p in params])
     with torch.inference_mode(False):
-        flats = {
-            key: torch.zeros(_up(max(end, 1), ROW_BYTES // key[1].itemsize), device=key[0], dtype=key[1])
-            for key, end in ends.items()
-        }
-        index = {key: i for i, key in enumerate(flats)}
-        slots = tuple(
-            Slot(name, p, index[key], offset, _slice(flats[key], p, offset))
-            for (name, p), (key, offset) in zip(named, places, strict=True)
+        flats = tuple(
+            torch.zeros(
+                flat_layouts.rounded_up(max(numel, 1), ROW_BYTES // kind.dtype.itemsize),
+                device=kind.device,
+                dtype=kind.dtype,
+            )
+            for kind, numel in zip(layout.kinds, layout.numels, strict=True)
         )
-    return tuple(flats.values()), slots
+        slots = tuple(
+            Slot(name, p, place.flat, place.start, _slice(flats[place.flat], p, place.start))
+            for (name, p), place in zip(named, layout.slices, strict=True)
+        )
+    return layout, flats, slots
 
 
 def _slice(flat: torch.Tensor, p: torch.Tensor, offset: int) -> torch.Tensor:
     """Not a view in autograd's eyes: those would share one version counter, and a write into one slice would make every
     other look changed."""
     return flat.new_empty(0).set_(flat.untyped_storage(), offset, p.shape, p.stride())
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def padding_of(flat: torch.Tensor, slots: Iterable[Slot]) -> torch.Tensor:

@@ -16,12 +16,12 @@ import torch
 
 from takeback.guard import engine
 from takeback.guard.holders import kinds_of, live, user_variables
-from takeback.guard.region import Region, region_of_array
+from takeback.guard.region import StorageRegion, region_of_array
 
-Seen = Callable[[torch.Tensor], Region | None]
+Seen = Callable[[torch.Tensor], StorageRegion | None]
 
 
-def aliases(changed: Iterable[Region], seen: Seen) -> Iterator[tuple[Any, Region]]:
+def aliases(changed: Iterable[StorageRegion], seen: Seen) -> Iterator[tuple[Any, StorageRegion]]:
     """(object, the changed region it reads), for all that is not a tensor of the region's own storage."""
     places = [(region, address) for region in changed if (address := region.storage.address()) is not None]
     for storage in live(torch.UntypedStorage):
@@ -36,7 +36,9 @@ def aliases(changed: Iterable[Region], seen: Seen) -> Iterator[tuple[Any, Region
         yield from _of_arrays(on_cpu, everywhere=any(region.storage.is_lent() for region, _ in on_cpu))
 
 
-def _of_tensor(tensor: torch.Tensor, places: list[tuple[Region, int]], seen: Seen) -> Iterator[tuple[Any, Region]]:
+def _of_tensor(
+    tensor: torch.Tensor, places: list[tuple[StorageRegion, int]], seen: Seen
+) -> Iterator[tuple[Any, StorageRegion]]:
     mine = seen(tensor)
     address = engine.address_of(tensor) if mine is not None else None
     for region, start in places:
@@ -48,7 +50,7 @@ def _of_tensor(tensor: torch.Tensor, places: list[tuple[Region, int]], seen: See
             return
 
 
-def _of_arrays(places: list[tuple[Region, int]], *, everywhere: bool) -> Iterator[tuple[Any, Region]]:
+def _of_arrays(places: list[tuple[StorageRegion, int]], *, everywhere: bool) -> Iterator[tuple[Any, StorageRegion]]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return

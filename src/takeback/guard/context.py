@@ -17,10 +17,10 @@ from typing import Any, Literal
 from takeback.engine import transformed
 from takeback.errors import OptionError, OverwriteError
 from takeback.guard import engine
-from takeback.guard.census import Call, edge_of
-from takeback.guard.sites import Sites
+from takeback.guard.readers import EngineCall, edge_of
+from takeback.guard.sites import NodeSites
 from takeback.guard.threads import running
-from takeback.guard.watch import Counts, Watch, Window, open_here
+from takeback.guard.watch import GuardCounts, WatchedBackward, Window, open_here
 
 OnError = Literal["raise", "collect"]
 
@@ -33,8 +33,8 @@ class Guard(contextlib.ContextDecorator):
             raise OptionError(f"on_error must be 'raise' or 'collect', got {on_error!r}")
         self.errors: list[OverwriteError] = []
         self._exact, self._on_error, self._every_node = exact, on_error, every_node
-        self._counts = Counts()
-        self._sites = Sites()
+        self._counts = GuardCounts()
+        self._sites = NodeSites()
         self._undo: Callable[[], None] | None = None
 
     @property
@@ -85,16 +85,18 @@ class Guard(contextlib.ContextDecorator):
         if self._on_error == "raise":
             raise error
 
-    def _watch(self, arguments: tuple[Any, ...], keywords: dict[str, Any], outer: list[Window]) -> Watch | None:
+    def _watch(
+        self, arguments: tuple[Any, ...], keywords: dict[str, Any], outer: list[Window]
+    ) -> WatchedBackward | None:
         """The watch of one call into the engine, from inside the outer windows; None where the graph cannot be read."""
         if transformed():
             self.skipped["a backward inside torch.func or forward mode"] += 1
             return None
-        watch: Watch | None = None
+        watch: WatchedBackward | None = None
         try:
             with self._counts.timed(), engine.unseen():
                 callers = {threading.get_ident(), *(caller for each in outer for caller in each.watch.callers)}
-                watch = Watch(
+                watch = WatchedBackward(
                     _call(*arguments, alone=not (_trainers - callers) & running(), **keywords),
                     callers=callers,
                     sites=self._sites,
@@ -143,7 +145,7 @@ def _run(original: engine.Run, arguments: tuple[Any, ...], keywords: dict[str, A
     outer = open_here()
     _trainers.add(threading.get_ident())
     for window in outer[-1:]:
-        window.watch.settle(window)
+        window.watch.judge_now(window)
     watch = _active[0]._watch(arguments, keywords, outer) if _active else None
     try:
         return original(*arguments, **keywords)
@@ -168,6 +170,6 @@ def _call(
     alone: bool,
     accumulate_grad: bool = True,
     **others: Any,
-) -> Call:
+) -> EngineCall:
     edges = tuple(edge_of(one) for one in roots), tuple(edge_of(one) for one in inputs or ())
-    return Call(edges[0], bool(keeps), bool(creates), edges[1], accumulate_grad, alone)
+    return EngineCall(edges[0], bool(keeps), bool(creates), edges[1], accumulate_grad, alone)

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from takeback.guard.engine import unseen
-from takeback.guard.region import Region
+from takeback.guard.region import StorageRegion
 
 Fingerprint: TypeAlias = tuple[int, int] | bytes | torch.Tensor
 _COLUMNS = 1024
 
 
-def fingerprints(regions: Sequence[Region], *, exact: bool = False) -> list[Fingerprint | None]:
+def fingerprints(regions: Sequence[StorageRegion], *, exact: bool = False) -> list[Fingerprint | None]:
     """The fingerprint of each region's bytes as they are now."""
     if any(region.device.type != "cpu" for region in regions):
         with unseen():
@@ -39,7 +39,7 @@ def same(a: Fingerprint, b: Fingerprint) -> bool:
     return bool(a == b)
 
 
-def _on_cpu(region: Region, exact: bool) -> Fingerprint | None:
+def _on_cpu(region: StorageRegion, exact: bool) -> Fingerprint | None:
     storage = region.storage.lock()
     if storage is None or storage.nbytes() < region.end_bytes or not (address := storage.data_ptr()):
         return None
@@ -55,7 +55,7 @@ def _on_cpu(region: Region, exact: bool) -> Fingerprint | None:
     return zlib.crc32(memory.data), int(np.add.reduce(words, dtype=np.uint64))
 
 
-def _on_devices(regions: Sequence[Region], exact: bool) -> list[Fingerprint | None]:
+def _on_devices(regions: Sequence[StorageRegion], exact: bool) -> list[Fingerprint | None]:
     cuda = {region.device for region in regions if region.device.type == "cuda"}
     if cuda and torch.cuda.is_current_stream_capturing():
         return [None] * len(regions)
@@ -78,7 +78,7 @@ def _on_devices(regions: Sequence[Region], exact: bool) -> list[Fingerprint | No
     return found
 
 
-def _bytes(region: Region) -> torch.Tensor | None:
+def _bytes(region: StorageRegion) -> torch.Tensor | None:
     storage = region.storage.lock()
     if storage is None or storage.nbytes() < region.end_bytes:
         return None

@@ -15,10 +15,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from takeback.guard import engine
-from takeback.guard.region import Region, Unwatchable, region_of
+from takeback.guard.region import StorageRegion, Unwatchable, region_of
 
 
-class Kind(enum.Enum):
+class NodeKind(enum.Enum):
     """Whose code a node runs."""
 
     TORCH = enum.auto()  #: an operator of torch: it computes new tensors, and is trusted
@@ -33,15 +33,15 @@ class Known:
 
     node: Node
     name: str
-    kind: Kind
-    saved: list[tuple[str, Region]]
+    kind: NodeKind
+    saved: list[tuple[str, StorageRegion]]
     next: list[tuple[Known | None, int]] = field(default_factory=list)
     executes: bool = True  #: the running backward will call it
     ran: bool = False
 
     @property
     def leaf(self) -> torch.Tensor | None:
-        return getattr(self.node, "variable", None) if self.kind is Kind.LEAF else None
+        return getattr(self.node, "variable", None) if self.kind is NodeKind.LEAF else None
 
 
 class Graph:
@@ -100,7 +100,7 @@ class Graph:
             yield at
             todo.extend(known for known, _ in at.next if known is not None)
 
-    def _saved(self, node: Node) -> Iterator[tuple[str, Region]]:
+    def _saved(self, node: Node) -> Iterator[tuple[str, StorageRegion]]:
         if not engine.knows_what_is_saved():
             self._skipped["nodes of a torch that does not show what they saved"] += 1
             return
@@ -113,7 +113,7 @@ class Graph:
             for name, value in vars(node).items():
                 yield from self._regions(f"ctx.{name}", value)
 
-    def _regions(self, name: str, value: object) -> Iterator[tuple[str, Region]]:
+    def _regions(self, name: str, value: object) -> Iterator[tuple[str, StorageRegion]]:
         for tensor in tensors_in(value):
             try:
                 region = region_of(tensor)
@@ -149,13 +149,13 @@ def _plain_name(name: str) -> str:
     return f"saved_{name}" if name.startswith("tensors[") else name
 
 
-def _kind(node: Node) -> Kind:
+def _kind(node: Node) -> NodeKind:
     if isinstance(node, BackwardCFunction):
-        return Kind.PYTHON
+        return NodeKind.PYTHON
     name = node.name()
     if name.endswith("AccumulateGrad"):
-        return Kind.LEAF
+        return NodeKind.LEAF
     if "CppNode" in name or name.endswith("CopySlices"):
-        return Kind.NATIVE
+        return NodeKind.NATIVE
     # torch's own nodes have plain names; one that does not name itself is called by its C++ type.
-    return Kind.NATIVE if "::" in name and not name.startswith("torch::autograd::") else Kind.TORCH
+    return NodeKind.NATIVE if "::" in name and not name.startswith("torch::autograd::") else NodeKind.TORCH

@@ -1,6 +1,6 @@
 """Changed bytes in, the error out if somebody other than the node that changed them can read them.
 
-Nodes, gradients on their way and `.grad`s are known to the census. Python is searched only where none of these reads
+Nodes, gradients on their way and `.grad`s are known to the readers. Python is searched only where none of these reads
 the bytes, since the search walks the heap.
 """
 
@@ -17,19 +17,19 @@ import torch
 from takeback.errors import OverwriteError
 from takeback.guard import engine
 from takeback.guard.aliases import aliases
-from takeback.guard.census import Census
-from takeback.guard.graph import Graph, Kind, Known, containers_in
+from takeback.guard.graph import Graph, Known, NodeKind, containers_in
 from takeback.guard.holders import CHECKPOINT, holders_of, live
-from takeback.guard.readers import Overwrite, Reader, error_of
-from takeback.guard.region import Key, Region
-from takeback.guard.sites import Site, Sites
+from takeback.guard.message import Overwrite, Reader, error_of
+from takeback.guard.readers import Readers
+from takeback.guard.region import Key, StorageRegion
+from takeback.guard.sites import NodeSite, NodeSites
 
 
 @dataclass(frozen=True)
 class Own:
     """What a node was handed, as it was before it ran."""
 
-    tensors: dict[Key, tuple[str, Region]]  #: its incoming gradients, and what it saved
+    tensors: dict[Key, tuple[str, StorageRegion]]  #: its incoming gradients, and what it saved
     returned: frozenset[Key]  #: of these, what torch.autograd.grad gives to its caller
     versions: dict[int, int | None]  #: of the buffers of modules, by id
     number: int  #: of the next autograd node
@@ -38,27 +38,27 @@ class Own:
 class Judge:
     """Answers for one call into the engine."""
 
-    def __init__(self, census: Census, sites: Sites, thread: int) -> None:
-        self._census, self._sites, self._thread = census, sites, thread
+    def __init__(self, readers: Readers, sites: NodeSites, thread: int) -> None:
+        self._readers, self._sites, self._thread = readers, sites, thread
 
     def own(self, known: Known, gradients: Iterable[torch.Tensor]) -> Own:
         tensors = {region.key: (f"its {name}", region) for name, region in known.saved}
         returned = set()
         for i, gradient in enumerate(gradients):
-            region = self._census.region(gradient, "a gradient")
+            region = self._readers.region(gradient, "a gradient")
             if region is not None:
                 tensors[region.key] = (f"its incoming gradient {i}", region)
-                if (known.node, i) in self._census.captured:
+                if (known.node, i) in self._readers.captured:
                     returned.add(region.key)
-        buffers = [buffer for reference in self._census.buffers if (buffer := reference()) is not None]
+        buffers = [buffer for reference in self._readers.buffers if (buffer := reference()) is not None]
         versions = {id(buffer): engine.version_of(buffer) for buffer in buffers}
         return Own(tensors, frozenset(returned), versions, engine.sequence_number())
 
     def error(
-        self, known: Known, own: Own, changed: list[Region], watched: list[Region], results: list[Any]
+        self, known: Known, own: Own, changed: list[StorageRegion], watched: list[StorageRegion], results: list[Any]
     ) -> OverwriteError | None:
-        found = [(region, list(self._readers(known, own, region, results))) for region in changed]
-        if not any(readers for _, readers in found) and known.kind is not Kind.LEAF:
+        found = [(region, list(self._readers_of(known, own, region, results))) for region in changed]
+        if not any(readers for _, readers in found) and known.kind is not NodeKind.LEAF:
             keys, ignored = {region.key for region in watched}, {id(results)}
             found = self._held(own, changed, keys, ignored)
             if any(readers for _, readers in found):
@@ -67,14 +67,16 @@ class Judge:
         certain = [self._overwrite(known, own, region, readers) for region, readers in found if readers]
         return error_of(certain) if certain else None
 
-    def out_of_reach(self, own: Own, changed: list[Region], watched: list[Region], results: list[Any]) -> list[Region]:
+    def out_of_reach(
+        self, own: Own, changed: list[StorageRegion], watched: list[StorageRegion], results: list[Any]
+    ) -> list[StorageRegion]:
         """Of the changed bytes, those of the node's own that no code of the user's can have written meanwhile."""
-        grads = {region.storage.key for region, _ in self._census.grads.values()}
+        grads = {region.storage.key for region, _ in self._readers.grads.values()}
         mine = [region for region in changed if region.key in own.tensors and region.storage.key not in grads]
         found = self._held(own, mine, {region.key for region in watched}, {id(results)}) if mine else []
         return [region for region, readers in found if not readers]
 
-    def _readers(self, known: Known, own: Own, region: Region, results: list[Any]) -> Iterator[Reader]:
+    def _readers_of(self, known: Known, own: Own, region: StorageRegion, results: list[Any]) -> Iterator[Reader]:
         count = 0
         for reader in self._nodes_and_grads(known, region):
             count += 1
@@ -86,16 +88,16 @@ class Judge:
         if mine.shared and "incoming" in name:
             count += 1
             yield Reader("the other elements of the gradient: it is expanded, and they share bytes", node=False)
-        if self._census.call.creates and not count:
+        if self._readers.call.creates and not count:
             yield from self._new_nodes(region, results)
 
-    def _nodes_and_grads(self, known: Known, region: Region) -> Iterator[Reader]:
-        for reader, name in self._census.saved.get(region.key, (region, []))[1]:
-            if self._census.reads(reader, known):
+    def _nodes_and_grads(self, known: Known, region: StorageRegion) -> Iterator[Reader]:
+        for reader, name in self._readers.saved.get(region.key, (region, []))[1]:
+            if self._readers.reads(reader, known):
                 again = " and reads it in a second backward: the graph is kept" if reader.ran else ""
                 who = "itself" if reader is known else reader.name
                 yield Reader(f"{who}, which saved it as {name}{again}", self._site(reader))
-        for (reader, nr), waiting in self._census.pending.items():
+        for (reader, nr), waiting in self._readers.pending.items():
             if waiting is not None and waiting.key == region.key and reader is not known:
                 leaf = reader.leaf
                 if leaf is not None:
@@ -103,33 +105,33 @@ class Judge:
                 else:
                     yield Reader(f"{reader.name}, as its incoming gradient {nr}", self._site(reader))
         own = known.leaf
-        for grad, reference in self._census.grads.values():
+        for grad, reference in self._readers.grads.values():
             leaf = reference()
             if grad.key == region.key and leaf is not None and leaf is not own:
                 yield Reader(f"your own code, through the .grad of {_name(leaf)}", node=False)
 
-    def _new_nodes(self, region: Region, results: list[Any]) -> Iterator[Reader]:
+    def _new_nodes(self, region: StorageRegion, results: list[Any]) -> Iterator[Reader]:
         """Nodes of the graph that create_graph is making."""
         roots = [r.grad_fn for r in results if isinstance(r, torch.Tensor) and r.grad_fn is not None]
         for known in Graph(Counter()).add(roots):
-            if known.node not in self._census.graph.known:
+            if known.node not in self._readers.graph.known:
                 for name, saved in known.saved:
                     if saved.key == region.key:
                         yield Reader(f"{known.name}, which create_graph made and which saved it as {name}")
 
     def _held(
-        self, own: Own, changed: list[Region], watched: set[Key], ignored: set[int]
-    ) -> list[tuple[Region, list[Reader]]]:
+        self, own: Own, changed: list[StorageRegion], watched: set[Key], ignored: set[int]
+    ) -> list[tuple[StorageRegion, list[Reader]]]:
         """What of the changed bytes the user's own references read, other than through containers of the guard."""
         keys = {region.key for region in changed}
-        nodes = (known.node for known in self._census.graph.known.values() if known.kind is Kind.PYTHON)
+        nodes = (known.node for known in self._readers.graph.known.values() if known.kind is NodeKind.PYTHON)
         ignored |= {identity for node in nodes for identity in containers_in(vars(node))}
         forward = engine.sequence_number() != own.number  # one ran inside, and may have moved statistics
         tensors: list[Any] = []
-        touched: list[Region] = []
+        touched: list[StorageRegion] = []
         updated: set[Key] = set()
         for tensor in live(torch.Tensor):
-            region = self._census.region(tensor, "held in Python")
+            region = self._readers.region(tensor, "held in Python")
             if region is None or (region.key in watched and region.key not in keys):
                 continue
             hit = next((r for r in changed if r.key == region.key), None)
@@ -141,7 +143,7 @@ class Judge:
                 continue
             tensors.append(tensor)
             touched.append(hit)
-        for alias, hit in aliases(changed, lambda one: self._census.region(one, "held in Python")):
+        for alias, hit in aliases(changed, lambda one: self._readers.region(one, "held in Python")):
             if hit.key not in updated:
                 tensors.append(alias)
                 touched.append(hit)
@@ -157,7 +159,7 @@ class Judge:
             return False
         return forward or engine.version_of(tensor) != own.versions[id(tensor)]
 
-    def _overwrite(self, known: Known, own: Own, region: Region, readers: list[Reader]) -> Overwrite:
+    def _overwrite(self, known: Known, own: Own, region: StorageRegion, readers: list[Reader]) -> Overwrite:
         leaf = known.leaf
         if region.key in own.tensors:
             name, region = own.tensors[region.key]
@@ -165,7 +167,7 @@ class Judge:
             name = "a tensor that it was not given" if leaf is None else f"more than the .grad of {_name(leaf)}"
         return Overwrite(known.name, self._site(known), f"{name} ({region.text})", readers)
 
-    def _site(self, known: Known) -> Site | None:
+    def _site(self, known: Known) -> NodeSite | None:
         return self._sites.of(engine.number_of(known.node), self._thread)
 
 

@@ -19,7 +19,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True, eq=False)
-class Region:
+class StorageRegion:
     """The bytes at `start_bytes + sum(i * stride)` for all i below their counts, each `run_bytes` long."""
 
     storage: WeakStorage
@@ -34,7 +34,7 @@ class Region:
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", (self.storage.key, self.start_bytes, self.run_bytes, self.outer))
 
-    def moved(self, storage: WeakStorage, distance_bytes: int) -> Region:
+    def moved(self, storage: WeakStorage, distance_bytes: int) -> StorageRegion:
         """The same bytes, as seen from another storage that begins so many bytes before this one's."""
         return replace(self, storage=storage, start_bytes=self.start_bytes + distance_bytes)
 
@@ -46,7 +46,7 @@ class Region:
     def size_bytes(self) -> int:
         return self.run_bytes * math.prod(count for count, _ in self.outer)
 
-    def overlaps(self, other: Region) -> bool:
+    def overlaps(self, other: StorageRegion) -> bool:
         """Whether some byte is in both. Exact for whole tensors, slices, and pieces that are interleaved with one
         stride; else it may say yes where the bytes only interleave."""
         if self.storage.key != other.storage.key:
@@ -65,7 +65,7 @@ class Unwatchable(Exception):
     """A tensor whose bytes cannot be named; says why."""
 
 
-def region_of(tensor: torch.Tensor) -> Region | None:
+def region_of(tensor: torch.Tensor) -> StorageRegion | None:
     """The tensor's bytes; None where it has none."""
     if type(tensor) not in _PLAIN:
         raise Unwatchable(f"a {type(tensor).__name__}")
@@ -81,17 +81,17 @@ def region_of(tensor: torch.Tensor) -> Region | None:
         raise Unwatchable("a tensor without a storage of its own") from error
     run, outer, shared = _canonical(item, zip(shape, (stride * item for stride in strides), strict=True))
     text = f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
-    return Region(WeakStorage(storage), tensor.device, start, run, outer, shared, text)
+    return StorageRegion(WeakStorage(storage), tensor.device, start, run, outer, shared, text)
 
 
-def region_of_array(array: Any, storage: WeakStorage, address: int) -> Region | None:
+def region_of_array(array: Any, storage: WeakStorage, address: int) -> StorageRegion | None:
     """The bytes of a numpy array, as seen from a storage on the CPU that begins at `address`."""
     if array.size == 0 or array.itemsize == 0:
         return None
     start = array.__array_interface__["data"][0] - address
     start += sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True) if stride < 0)
     run, outer, shared = _canonical(array.itemsize, zip(array.shape, map(abs, array.strides), strict=True))
-    return Region(storage, torch.device("cpu"), start, run, outer, shared, f"{array.dtype} {list(array.shape)}")
+    return StorageRegion(storage, torch.device("cpu"), start, run, outer, shared, f"{array.dtype} {list(array.shape)}")
 
 
 def _canonical(item: int, dims: Iterable[tuple[int, int]]) -> tuple[int, tuple[tuple[int, int], ...], bool]:

@@ -28,7 +28,7 @@ _KEPT = 1 << 20
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeSite:
     """A line of the user's, and the module whose call it ran in."""
 
     file: str
@@ -62,11 +62,11 @@ def belongs_to_user(frame: FrameType) -> bool:
     return known
 
 
-class Sites:
+class NodeSites:
     """Remembers the site of every node made between `start` and `stop`, in all threads."""
 
     def __init__(self) -> None:
-        self._by_number: dict[tuple[int, int], Site] = {}
+        self._by_number: dict[tuple[int, int], NodeSite] = {}
         self._threads: list[int] = []
         self._last = threading.local()
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -105,7 +105,7 @@ class Sites:
                 frame.f_trace = None
             frame = frame.f_back
 
-    def of(self, number: int | None, thread: int) -> Site | None:
+    def of(self, number: int | None, thread: int) -> NodeSite | None:
         """The site of the node with this number; threads count for themselves, so `thread` is asked first."""
         if number is None:
             return None
@@ -149,7 +149,7 @@ class Sites:
             return
         thread = threading.get_ident()
         module, kind = self._module(inner or frame)
-        site = Site(frame.f_code.co_filename, line, frame.f_code.co_name, module, kind)
+        site = NodeSite(frame.f_code.co_filename, line, frame.f_code.co_name, module, kind)
         for made in range(last, number):
             self._by_number[(thread, made)] = site
         if len(self._by_number) > 2 * _KEPT:
@@ -178,7 +178,7 @@ class _Lines:
 
     __slots__ = ("_line", "_sites")
 
-    def __init__(self, sites: Sites, line: int) -> None:
+    def __init__(self, sites: NodeSites, line: int) -> None:
         self._sites = sites
         self._line = line
 

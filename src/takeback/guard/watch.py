@@ -23,19 +23,19 @@ from torch.utils.hooks import RemovableHandle
 
 from takeback.errors import OverwriteError
 from takeback.guard import engine
-from takeback.guard.census import Call, Census
 from takeback.guard.fingerprint import Fingerprint, fingerprints, same
-from takeback.guard.graph import Kind, Known, tensors_in
+from takeback.guard.graph import Known, NodeKind, tensors_in
 from takeback.guard.judge import Judge, Own
-from takeback.guard.region import Key, Region
-from takeback.guard.sites import Sites
+from takeback.guard.readers import EngineCall, Readers
+from takeback.guard.region import Key, StorageRegion
+from takeback.guard.sites import NodeSites
 from takeback.guard.threads import clocks
 
 _work = threading.RLock()
 
 
 @dataclass
-class Counts:
+class GuardCounts:
     """What a guard has done."""
 
     backwards: int = 0
@@ -61,26 +61,26 @@ class Counts:
 class Window:
     """A node that is running, and the bytes as they were before it."""
 
-    watch: Watch
+    watch: WatchedBackward
     known: Known
     own: Own
-    regions: list[Region]
+    regions: list[StorageRegion]
     clocks: dict[int, object]  #: of other threads, from before the bytes were read
     before: list[Fingerprint | None]
     thread: int = field(default_factory=threading.get_ident)
     parallel: bool = False  #: another thread ran a node of the same backward meanwhile
 
 
-class Watch:
+class WatchedBackward:
     """The hooks on one graph, and the windows they open and close."""
 
     def __init__(
         self,
-        call: Call,
+        call: EngineCall,
         *,
         callers: set[int],
-        sites: Sites,
-        counts: Counts,
+        sites: NodeSites,
+        counts: GuardCounts,
         report: Callable[[OverwriteError], None],
         exact: bool,
         every_node: bool,
@@ -93,27 +93,27 @@ class Watch:
         self._hooked: set[Known] = set()  #: leaves on whose node other code hangs too
         self._undo: dict[type, Callable[[], None]] = {}
         self._open_by_hook: dict[Known, Window] = {}
-        self._census = Census(call, counts.skipped)
-        self._judge = Judge(self._census, sites, threading.get_ident())
+        self._readers = Readers(call, counts.skipped)
+        self._judge = Judge(self._readers, sites, threading.get_ident())
 
     def begin(self) -> None:
         """Hooks the graph, if it has a node to watch."""
         self._counts.backwards += 1
-        self._counts.nodes += len(self._census.run)
-        if not any(self._is_foreign(known) for known in self._census.run) and not self._census.grads_share_bytes():
+        self._counts.nodes += len(self._readers.run)
+        if not any(self._is_foreign(known) for known in self._readers.run) and not self._readers.grads_share_bytes():
             return
-        self._census.fill()
-        for known in self._census.run:
+        self._readers.fill()
+        for known in self._readers.run:
             self._attach(known)
 
     def _is_foreign(self, known: Known) -> bool:
-        if known.kind is Kind.LEAF:
+        if known.kind is NodeKind.LEAF:
             return known.leaf is not None and engine.has_hooks(known.leaf)
-        return self._every_node or known.kind is not Kind.TORCH
+        return self._every_node or known.kind is not NodeKind.TORCH
 
     def _attach(self, known: Known) -> None:
         node = known.node
-        if known.kind is Kind.PYTHON:
+        if known.kind is NodeKind.PYTHON:
             for name in ("apply", "apply_boxed"):
                 if hasattr(node, name):
                     setattr(node, name, functools.partial(self._applied, known, getattr(node, name)))
@@ -121,7 +121,7 @@ class Watch:
             if type(node) not in self._undo and engine.is_packed(node):
                 self._undo[type(node)] = engine.tell_unpacked(type(node), self._unpacked)
             return
-        if known.kind is not Kind.TORCH or self._every_node:
+        if known.kind is not NodeKind.TORCH or self._every_node:
             self._handles.append(node.register_prehook(functools.partial(self._before, known)))
         handle = node.register_hook(functools.partial(self._after, known))
         self._handles.append(handle)
@@ -148,7 +148,7 @@ class Watch:
         window = self._open(known, tensors_in(gradients, 2))
         if window is None:
             result = original(*gradients)
-            self._census.ran(known, result if isinstance(result, tuple | list) else (result,))
+            self._readers.ran(known, result if isinstance(result, tuple | list) else (result,))
             return result
         try:
             with _untraced(known):
@@ -166,7 +166,7 @@ class Watch:
             return
         with self._counts.timed(), engine.unseen():
             for i, tensor in enumerate(tensors):
-                region = self._census.region(tensor, "saved by a node") if isinstance(tensor, torch.Tensor) else None
+                region = self._readers.region(tensor, "saved by a node") if isinstance(tensor, torch.Tensor) else None
                 if region is not None and region.key not in window.own.tensors:
                     window.own.tensors[region.key] = (f"its saved_tensors[{i}]", region)
                     window.regions.append(region)
@@ -186,17 +186,17 @@ class Watch:
             if window is not None:
                 self._close(window, results)
             else:
-                self._census.ran(known, results)
+                self._readers.ran(known, results)
         finally:
             if known.leaf is not None:
-                self._census.see_grad(known.leaf)
+                self._readers.see_grad(known.leaf)
 
     def _leaf_is_suspect(self, known: Known, leaf: torch.Tensor) -> bool:
         """Whether more than adding into its own `.grad` can happen here."""
         if known in self._hooked or engine.has_hooks(leaf):
             return True
-        region = self._census.region(leaf.grad, "a .grad") if leaf.grad is not None else None
-        return region is not None and any(region.overlaps(other) for other in self._census.readable(known))
+        region = self._readers.region(leaf.grad, "a .grad") if leaf.grad is not None else None
+        return region is not None and any(region.overlaps(other) for other in self._readers.readable(known))
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
@@ -211,10 +211,10 @@ class Watch:
         self._sites.trace_this_thread()
         with self._counts.timed(), engine.unseen():
             own = self._judge.own(known, gradients)
-            watched: dict[Key, Region] = {region.key: region for region in self._census.readable(known)}
-            if known.kind is not Kind.LEAF:  # the hooks of a leaf are the user's own code
-                watched |= self._census.held | {key: region for key, (_, region) in own.tensors.items()}
-                free = list(self._census.destinations(known))
+            watched: dict[Key, StorageRegion] = {region.key: region for region in self._readers.readable(known)}
+            if known.kind is not NodeKind.LEAF:  # the hooks of a leaf are the user's own code
+                watched |= self._readers.held | {key: region for key, (_, region) in own.tensors.items()}
+                free = list(self._readers.destinations(known))
                 watched = {k: r for k, r in watched.items() if not any(r.overlaps(place) for place in free)}
             regions = list(watched.values())
             window = Window(self, known, own, regions, self._clocks(), self._fingerprints(regions))
@@ -227,11 +227,11 @@ class Watch:
         results = list(results)
         _open.remove(window)
         error = self._error(window, results)
-        self._census.ran(window.known, results)
+        self._readers.ran(window.known, results)
         if error is not None:
             self._report(error)
 
-    def settle(self, window: Window) -> None:
+    def judge_now(self, window: Window) -> None:
         """Judges an open window before code inside it enters the engine again."""
         error = self._error(window, [])
         if error is not None:
@@ -267,7 +267,7 @@ class Watch:
     def _clocks(self) -> dict[int, object]:
         return clocks(self.callers | {threading.get_ident()})
 
-    def _fingerprints(self, regions: list[Region]) -> list[Fingerprint | None]:
+    def _fingerprints(self, regions: list[StorageRegion]) -> list[Fingerprint | None]:
         self._counts.fingerprinted_bytes += sum(region.size_bytes for region in regions)
         return fingerprints(regions, exact=self._exact)
 
@@ -306,14 +306,14 @@ class _OpenWindows:
             if window in self._windows:
                 self._windows.remove(window)
 
-    def disturb(self, watch: Watch) -> None:
+    def disturb(self, watch: WatchedBackward) -> None:
         """A node ran in this thread."""
         with self._lock:
             for window in self._windows:
                 elsewhere = window.thread != threading.get_ident()
                 window.parallel |= elsewhere and bool(window.watch.callers & watch.callers)
 
-    def forget(self, watch: Watch) -> None:
+    def forget(self, watch: WatchedBackward) -> None:
         with self._lock:
             self._windows = [window for window in self._windows if window.watch is not watch]
 

@@ -42,7 +42,7 @@ class Scale(enum.Enum):
 
 
 @dataclass(frozen=True)
-class How:
+class ABNSettings:
     """One call's settings, as its Function sees them."""
 
     training: bool
@@ -180,7 +180,7 @@ def activated_norm(
     not_ours = _not_ours(x) if from_output else None
     if x.requires_grad:
         copies.note(not_ours, "the input is not overwritten")
-    how = How(
+    how = ABNSettings(
         training,
         momentum,
         eps,
@@ -230,7 +230,7 @@ class ActivatedNorm(torch.autograd.Function):
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        how: How,
+        how: ABNSettings,
     ) -> Tensor:
         arguments = (weight, bias, *how.norm, running_mean, running_var, how.training, how.momentum)
         ctx.how, ctx.count = how, None
@@ -253,7 +253,7 @@ class ActivatedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        how: How = ctx.how
+        how: ABNSettings = ctx.how
         (saved, weight, bias, mean, invstd), why = owner.take(ctx)
         arguments = (weight, bias, *how.norm, mean, invstd, how.training, how.from_output)
         if why is None and activated.dense_layout(saved) is None:
@@ -286,7 +286,7 @@ class TracedNorm(torch.autograd.Function):
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        how: How,
+        how: ABNSettings,
     ) -> Tensor:
         y, mean, invstd = torch.ops.takeback.abn(
             x, weight, bias, *how.norm, running_mean, running_var, how.training, how.momentum
@@ -342,7 +342,7 @@ def _synchronised(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    how: How,
+    how: ABNSettings,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """y, mean, invstd, and the number of elements a channel has on all ranks together."""
     dense = ops.dense(x)
@@ -372,7 +372,7 @@ def _synchronised_backward_(
     mean: Tensor,
     invstd: Tensor,
     count: int,
-    how: How,
+    how: ABNSettings,
 ) -> tuple[Tensor, Tensor]:
     """out = dx, of sums over all ranks; the parameters' gradients are this rank's own, as DDP expects."""
     saved = ops.dense(saved)

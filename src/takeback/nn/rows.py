@@ -87,7 +87,7 @@ def _as_autocast_has_it(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class How:
+class RowNormSettings:
     """One call's settings, as its Function sees them."""
 
     shape: tuple[int, ...]
@@ -118,14 +118,14 @@ def _row_norm(
         raise ValueError(f"expected an input whose shape ends in {shape}, got {tuple(x.shape)}")
     why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
     copies.note(why, "backward from the input")
-    return RowNorm.apply(x, weight, bias, How(shape, eps, centred, why is None, copies))
+    return RowNorm.apply(x, weight, bias, RowNormSettings(shape, eps, centred, why is None, copies))
 
 
 class RowNorm(torch.autograd.Function):
     """y = xhat * weight + bias."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: RowNormSettings) -> Tensor:
         if how.centred:
             y, mean, rstd = torch.native_layer_norm(x, how.shape, weight, bias, how.eps)
             mean, rstd = (table.flatten().to(wide(x)) for table in (mean, rstd))
@@ -139,7 +139,7 @@ class RowNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        how: How = ctx.how
+        how: RowNormSettings = ctx.how
         (saved, weight, bias, mean, rstd), why = owner.take(ctx)
         arguments = math.prod(how.shape), how.centred, mean, rstd, weight, bias, how.from_output
         if why is None and not saved.is_contiguous():

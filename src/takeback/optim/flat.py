@@ -17,7 +17,7 @@ from torch import Tensor
 from takeback.errors import GradBufferError, OptionError
 from takeback.grads import GradBuffer, Slot, clip_factor
 from takeback.optim import fused, launch, proof
-from takeback.optim.fused import AdamSettings, Lists, Scaling, SGDSettings
+from takeback.optim.fused import AdamSettings, Lists, ScalerTensors, SGDSettings
 from takeback.optim.state import FlatState, Part
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ class Batch:
     indices: tuple[int, ...]  #: in the part
     first: bool
     lists: Lists
-    table: launch.Table | None = None
+    table: launch.Chunks | None = None
 
 
 @dataclass
@@ -152,7 +152,7 @@ class FlatOptimizer:
         reasons = {}
         for batch in batches:
             device = batch.part.device
-            scaling = Scaling(*(None if s is None else s.to(device, non_blocking=True) for s in scales))
+            scaling = ScalerTensors(*(None if s is None else s.to(device, non_blocking=True) for s in scales))
             settings = self._settings(self.param_groups[batch.group])
             reason = self._refusal(batch, settings, scaling)
             if reason:
@@ -193,7 +193,7 @@ class FlatOptimizer:
             holding = []
             for p in group["params"]:
                 slot = self._slots.get(id(p))
-                if slot is not None and slot.holds():
+                if slot is not None and slot.has_gradient_in_place():
                     holding.append(slot)
                 elif p.grad is not None:
                     raise self._foreign(slot, p)
@@ -203,7 +203,10 @@ class FlatOptimizer:
     def _is_whole(self) -> bool:
         """Whether all of the buffer is this optimizer's, and no gradient of it is anywhere else."""
         mine = {id(p) for group in self.param_groups for p in group["params"]}
-        return all(id(slot.param) in mine and (slot.holds() or slot.param.grad is None) for slot in self._buffer.slots)
+        return all(
+            id(slot.param) in mine and (slot.has_gradient_in_place() or slot.param.grad is None)
+            for slot in self._buffer.slots
+        )
 
     def _foreign(self, slot: Slot | None, param: Tensor) -> GradBufferError:
         if slot is None:
@@ -226,7 +229,7 @@ class FlatOptimizer:
             and common.names == names
             and len(common.params) == len(self.param_groups)
             and all(map(_same_tensors, common.params, (group["params"] for group in self.param_groups)))
-            and all(slot.holds() for slot in common.slots)
+            and all(slot.has_gradient_in_place() for slot in common.slots)
             and self._is_bound()
         )
         return common.batches if common is not None and usual else None
@@ -304,7 +307,7 @@ class FlatOptimizer:
         )
         return Batch(group, part, indices, first, lists)
 
-    def _refusal(self, batch: Batch, settings: AdamSettings | SGDSettings, scaling: Scaling) -> str:
+    def _refusal(self, batch: Batch, settings: AdamSettings | SGDSettings, scaling: ScalerTensors) -> str:
         if self._kernel == "torch":
             return 'kernel="torch"'
         part = batch.part
@@ -333,7 +336,7 @@ def _count_(batches: list[Batch], found_inf: Tensor | None) -> None:
             aten._foreach_add_.Tensor(steps, by)
 
 
-def _update_lists_(batch: Batch, settings: AdamSettings | SGDSettings, scaling: Scaling) -> None:
+def _update_lists_(batch: Batch, settings: AdamSettings | SGDSettings, scaling: ScalerTensors) -> None:
     if isinstance(settings, AdamSettings):
         fused.adam_(batch.lists, settings, scaling)
     else:
@@ -346,7 +349,7 @@ def _update_flat_(batch: Batch, settings: AdamSettings | SGDSettings, factor: Te
     table = batch.table
     if table is None or table.addresses != launch.addresses(params):
         slots = [part.slots[i] for i in batch.indices]
-        table = batch.table = launch.Table(
+        table = batch.table = launch.Chunks(
             params,
             [slot.offset for slot in slots],
             [part.offsets[i] for i in batch.indices],

@@ -51,7 +51,7 @@ class Lists:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class ScalerTensors:
     """What GradScaler hands to a fused optimizer, on the parameters' device."""
 
     grad_scale: Tensor | None = None
@@ -68,7 +68,7 @@ def avoids(device: torch.device, dtype: torch.dtype, settings: AdamSettings | SG
     return ""
 
 
-def adam_(lists: Lists, settings: AdamSettings, scaling: Scaling) -> None:
+def adam_(lists: Lists, settings: AdamSettings, scaling: ScalerTensors) -> None:
     """The step counts have been increased already."""
     op = aten._fused_adamw_ if settings.decoupled else aten._fused_adam_
     lr = settings.lr
@@ -93,7 +93,7 @@ def adam_(lists: Lists, settings: AdamSettings, scaling: Scaling) -> None:
     )
 
 
-def sgd_(lists: Lists, settings: SGDSettings, first: bool, scaling: Scaling) -> None:
+def sgd_(lists: Lists, settings: SGDSettings, first: bool, scaling: ScalerTensors) -> None:
     """`first`: no parameter of the lists has a momentum yet; it becomes the gradient."""
     lr = settings.lr
     if avoids(lists.params[0].device, lists.params[0].dtype, settings):
@@ -115,7 +115,7 @@ def sgd_(lists: Lists, settings: SGDSettings, first: bool, scaling: Scaling) -> 
     )
 
 
-def _sgd_one_by_one_(lists: Lists, settings: SGDSettings, first: bool, scaling: Scaling) -> None:
+def _sgd_one_by_one_(lists: Lists, settings: SGDSettings, first: bool, scaling: ScalerTensors) -> None:
     if scaling.found_inf is not None and bool(scaling.found_inf):
         return
     momentum = settings.momentum

@@ -117,7 +117,7 @@ def adam(
     param = tl.load(row).to(tl.pointer_type(exp_avgs.dtype.element_ty))
     if ALIGNED:
         param = tl.multiple_of(param, 16)
-    grads += tl.multiple_of(tl.load(row + 1), 16)
+    grads += tl.multiple_of(tl.load(row + 1), 8)  # 64 bytes of float64
     at = tl.multiple_of(tl.load(row + 2), 16)
     exp_avgs += at
     exp_avg_sqs += at
@@ -241,7 +241,7 @@ def sgd(
     param = tl.load(row).to(tl.pointer_type(states.dtype.element_ty))
     if ALIGNED:
         param = tl.multiple_of(param, 16)
-    grads += tl.multiple_of(tl.load(row + 1), 16)
+    grads += tl.multiple_of(tl.load(row + 1), 8)  # 64 bytes of float64
     if MOMENTUM:
         states += tl.multiple_of(tl.load(row + 2), 16)
     count = tl.load(row + 3).to(tl.int32)

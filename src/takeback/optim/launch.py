@@ -1,6 +1,6 @@
 """Launches the kernels of kernels.py: all chunks of one group in one launch.
 
-In: parameters, and where their gradients and states lie in flat tensors. A `Table` of chunks is made once and kept
+In: parameters, and where their gradients and states lie in flat tensors. A table of `Chunks` is made once and kept
 while the parameters stay where they are. `refuses` says why torch's own operators must do it instead.
 """
 
@@ -10,12 +10,14 @@ import ctypes
 import functools
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from takeback.errors import GradBufferError
-from takeback.optim.fused import AdamSettings, Scaling, SGDSettings
+from takeback.nn.kernels.launch import Launch, given, on
+from takeback.optim.fused import AdamSettings, ScalerTensors, SGDSettings
 
 CHUNK = 8192
 """Elements that one program updates."""
@@ -26,7 +28,9 @@ WARPS = 8
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def refuses(device: torch.device, dtype: torch.dtype, settings: AdamSettings | SGDSettings, scaling: Scaling) -> str:
+def refuses(
+    device: torch.device, dtype: torch.dtype, settings: AdamSettings | SGDSettings, scaling: ScalerTensors
+) -> str:
     """Why the kernels do not serve here, or nothing."""
     if device.type != "cuda":
         return f"the kernels are for CUDA, and this is {device.type}"
@@ -52,7 +56,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-class Table:
+class Chunks:
     """One row for each chunk of the parameters; kernels.py says what a row holds."""
 
     def __init__(
@@ -99,7 +103,7 @@ def addresses(params: Sequence[Tensor]) -> list[int]:
 
 
 def adam_(
-    table: Table,
+    table: Chunks,
     grads: Tensor,
     states: dict[str, Tensor],
     steps: Tensor,
@@ -113,36 +117,31 @@ def adam_(
 
     powers = table.powers(settings.beta1, settings.beta2, steps)
     exp_avg_sq = states["exp_avg_sq"]
-    with torch.cuda.device(table.device):
-        kernels.adam[(table.chunks,)](
-            table.rows,
-            grads,
-            states["exp_avg"],
-            exp_avg_sq,
-            states["max_exp_avg_sq"] if settings.amsgrad else exp_avg_sq,
-            powers,
-            powers if factor is None else factor,
-            float(settings.lr),
-            settings.beta1,
-            settings.beta2,
-            settings.eps,
-            settings.weight_decay,
-            DECOUPLED=settings.decoupled,
-            DECAYS=_float32(settings.weight_decay) != 0.0,
-            AMSGRAD=settings.amsgrad,
-            MAXIMIZE=settings.maximize,
-            SCALED=factor is not None,
-            ALIGNED=table.aligned,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    tensors = (
+        table.rows,
+        grads,
+        states["exp_avg"],
+        exp_avg_sq,
+        states["max_exp_avg_sq"] if settings.amsgrad else exp_avg_sq,
+        powers,
+        given(factor, powers),
+    )
+    constants = (
+        ("DECOUPLED", settings.decoupled),
+        ("DECAYS", _float32(settings.weight_decay) != 0.0),
+        ("AMSGRAD", settings.amsgrad),
+        ("MAXIMIZE", settings.maximize),
+        ("SCALED", factor is not None),
+        ("ALIGNED", table.aligned),
+    )
+    scalars = float(settings.lr), settings.beta1, settings.beta2, settings.eps, settings.weight_decay
+    with on(grads):
+        _launch(kernels.adam, table, tensors, constants)(*tensors, scalars=scalars)
     torch.autograd.graph.increment_version(table.params)
 
 
 def sgd_(
-    table: Table,
+    table: Chunks,
     grads: Tensor,
     states: dict[str, Tensor],
     settings: SGDSettings,
@@ -154,30 +153,38 @@ def sgd_(
         return
     from takeback.optim import kernels
 
-    with torch.cuda.device(table.device):
-        kernels.sgd[(table.chunks,)](
-            table.rows,
-            grads,
-            # Without momentum there is no state; the kernel takes the parameters' dtype from what stands here.
-            states["momentum_buffer"] if settings.momentum else table.params[0],
-            table.rows if factor is None else factor,
-            float(settings.lr),
-            settings.momentum,
-            settings.dampening,
-            settings.weight_decay,
-            MOMENTUM=settings.momentum != 0.0,
-            FIRST=first,
-            NESTEROV=settings.nesterov,
-            DECAYS=_float32(settings.weight_decay) != 0.0,
-            MAXIMIZE=settings.maximize,
-            SCALED=factor is not None,
-            ALIGNED=table.aligned,
-            CHUNK=CHUNK,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    # Without momentum there is no state; the kernel takes the parameters' dtype from what stands there.
+    state = states["momentum_buffer"] if settings.momentum else table.params[0]
+    tensors = table.rows, grads, state, given(factor, table.rows)
+    constants = (
+        ("MOMENTUM", settings.momentum != 0.0),
+        ("FIRST", first),
+        ("NESTEROV", settings.nesterov),
+        ("DECAYS", _float32(settings.weight_decay) != 0.0),
+        ("MAXIMIZE", settings.maximize),
+        ("SCALED", factor is not None),
+        ("ALIGNED", table.aligned),
+    )
+    scalars = float(settings.lr), settings.momentum, settings.dampening, settings.weight_decay
+    with on(grads):
+        _launch(kernels.sgd, table, tensors, constants)(*tensors, scalars=scalars)
     torch.autograd.graph.increment_version(table.params)
+
+
+def _launch(kernel: Any, table: Chunks, tensors: Sequence[Tensor], constants: tuple[tuple[str, bool], ...]) -> Launch:
+    return _launch_of(kernel, table.device, table.chunks, tuple(t.dtype for t in tensors), constants)
+
+
+@functools.lru_cache(maxsize=256)
+def _launch_of(
+    kernel: Any,
+    device: torch.device,
+    chunks: int,
+    dtypes: tuple[torch.dtype, ...],
+    constants: tuple[tuple[str, bool], ...],
+) -> Launch:
+    form = dict(constants) | {"CHUNK": CHUNK, "BLOCK": BLOCK}
+    return Launch(kernel, (chunks,), (), form, num_warps=WARPS, enable_fp_fusion=False)
 
 
 def _float32(value: float) -> float:

@@ -12,8 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from takeback.flat import lay_out
 from takeback.optim import fused, launch
-from takeback.optim.fused import AdamSettings, Lists, Scaling, SGDSettings
+from takeback.optim.fused import AdamSettings, Lists, ScalerTensors, SGDSettings
 
 ROUNDS = 3
 STEPS = (*range(1, 150), *(round(150 * 1.08**i) for i in range(100)))
@@ -44,10 +45,8 @@ def _trial(
     settings = replace(settings, lr=float(settings.lr) or 1e-3)
     generator = torch.Generator().manual_seed(0)
     sizes = [SIZES[i % len(SIZES)] if i < 4 * len(SIZES) else 64 for i in range(len(STEPS))]
-    offsets, size = [], 0
-    for n in sizes:
-        offsets.append(size)
-        size += -(-n // 64) * 64
+    layout = lay_out([(n, dtype) for n in sizes])
+    offsets, size = [place.start for place in layout.slices], sum(layout.numels)
 
     def values(spread: int) -> Tensor:
         scale = 10.0 ** torch.randint(-spread, 3, (size,), generator=generator)
@@ -64,7 +63,7 @@ def _trial(
     steps = torch.tensor(STEPS, dtype=torch.float32).to(device)
     twin_params, twin_steps = params.clone(), steps.clone()
     twin_states = {name: flat.clone() for name, flat in states.items()}
-    table = launch.Table(
+    table = launch.Chunks(
         views(params), offsets, offsets, range(len(sizes)), [f"trial {i}" for i in range(len(sizes))], dtype, device
     )
     for turn in range(ROUNDS):
@@ -80,10 +79,10 @@ def _trial(
         )
         if isinstance(settings, AdamSettings):
             launch.adam_(table, grads, states, steps, settings, factor)
-            fused.adam_(twin, settings, Scaling())
+            fused.adam_(twin, settings, ScalerTensors())
         else:
             launch.sgd_(table, grads, states, settings, first, factor)
-            fused.sgd_(twin, settings, first, Scaling())
+            fused.sgd_(twin, settings, first, ScalerTensors())
         steps.add_(1)
         twin_steps.add_(1)
         pairs = [("parameters", params, twin_params), *((name, states[name], twin_states[name]) for name in names)]

@@ -1,7 +1,7 @@
 """Optimizer state in flat tensors, each parameter's a view that torch.optim's `state[p]` can hold.
 
 In: the slots of a GradBuffer that are optimised. Out: a `Part` for each (flat gradient, parameter dtype), in which
-every name of state ("exp_avg", ...) is one flat tensor, laid out in the order of the slots with the same alignment, and
+every name of state ("exp_avg", ...) is one flat tensor, laid out by flat.py in the order of the slots, and
 the step counts are one more. Guaranteed: a view has its parameter's shape, strides and dtype, as torch's own state has.
 """
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from takeback.errors import OptionError
+from takeback.flat import lay_out
 from takeback.grads import GradBuffer, Slot
-
-ALIGNMENT_BYTES = 128
 
 NAMES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """The state there is. What else a user may keep in `state[p]` stays as it is."""
@@ -30,12 +29,9 @@ class Part:
     def __init__(self, flat_grad: Tensor, dtype: torch.dtype, slots: tuple[Slot, ...]) -> None:
         self.flat_grad, self.dtype, self.slots = flat_grad, dtype, slots
         self.device: torch.device = flat_grad.device
-        multiple = ALIGNMENT_BYTES // dtype.itemsize
-        offsets, end = [], 0
-        for slot in slots:
-            offsets.append(end)
-            end += -(-slot.numel // multiple) * multiple
-        self.offsets, self.size = tuple(offsets), end
+        layout = lay_out([(slot.numel, dtype) for slot in slots])
+        self.offsets = tuple(place.start for place in layout.slices)
+        self.size = sum(layout.numels)
         self.steps = torch.zeros(len(slots), dtype=torch.float32, device=self.device)
         self.flats: dict[str, Tensor] = {}
 

@@ -22,7 +22,7 @@ from takeback.errors import WorkspaceError
 from takeback.workspace.internals import call_plainly, subclassed
 
 if TYPE_CHECKING:
-    from takeback.workspace.pool import Buffer, Pool
+    from takeback.workspace.pool import Pool, PoolBuffer
     from takeback.workspace.scratch import Step
 
 POISON = 0xFF
@@ -51,7 +51,7 @@ class Lease:
             )
 
 
-def inspect(buffer: Buffer, pool: Pool) -> None:
+def inspect(buffer: PoolBuffer, pool: Pool) -> None:
     """Raises if the bytes were written since they were poisoned. The buffer is free again then."""
     before, buffer.lease = buffer.lease, None
     if before is not None and before.poisoned and not _intact(buffer, pool):
@@ -63,16 +63,16 @@ def inspect(buffer: Buffer, pool: Pool) -> None:
         )
 
 
-def lend(buffer: Buffer, pool: Pool, tensor: torch.Tensor, step: Step, name: str | None) -> torch.Tensor:
+def lend(buffer: PoolBuffer, pool: Pool, tensor: torch.Tensor, step: Step, name: str | None) -> torch.Tensor:
     """What `take` returns in debug mode, full of poison."""
     _poison_(buffer, pool)
     buffer.lease = Lease(step, name, tensor, buffer.holders())
-    scratch = subclassed(tensor, Scratch)
+    scratch = subclassed(tensor, ScratchTensor)
     scratch.lease = buffer.lease
     return scratch
 
 
-def retire_(buffer: Buffer, pool: Pool) -> None:
+def retire_(buffer: PoolBuffer, pool: Pool) -> None:
     """If the buffer's step is over: poison, and a new version for whatever graph saved it."""
     lease = buffer.lease
     if lease is None or not lease.step.over or lease.poisoned:
@@ -85,17 +85,17 @@ def retire_(buffer: Buffer, pool: Pool) -> None:
     lease.poisoned = True
 
 
-def _poison_(buffer: Buffer, pool: Pool) -> None:
+def _poison_(buffer: PoolBuffer, pool: Pool) -> None:
     with _on_stream(pool):
         _bytes(buffer, pool).fill_(POISON)
 
 
-def _intact(buffer: Buffer, pool: Pool) -> bool:
+def _intact(buffer: PoolBuffer, pool: Pool) -> bool:
     with _on_stream(pool):
         return bool((_bytes(buffer, pool) == POISON).all())
 
 
-def _bytes(buffer: Buffer, pool: Pool) -> torch.Tensor:
+def _bytes(buffer: PoolBuffer, pool: Pool) -> torch.Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=pool.device)
     return empty.set_(buffer.storage, 0, (buffer.capacity_bytes,))
 
@@ -112,7 +112,7 @@ def _site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Scratch(torch.Tensor):
+class ScratchTensor(torch.Tensor):
     """A tensor of a workspace in debug mode. Before each op it asks whether its step is over; its views do the same."""
 
     lease: Lease | None = None
@@ -143,8 +143,8 @@ class Scratch(torch.Tensor):
         return plain.requires_grad_(self.requires_grad)
 
 
-def _scratch_in(value: object) -> Iterator[Scratch]:
-    if isinstance(value, Scratch):
+def _scratch_in(value: object) -> Iterator[ScratchTensor]:
+    if isinstance(value, ScratchTensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
@@ -154,17 +154,17 @@ def _scratch_in(value: object) -> Iterator[Scratch]:
             yield from _scratch_in(each)
 
 
-def _marked(result: object, given: Sequence[Scratch]) -> object:
+def _marked(result: object, given: Sequence[ScratchTensor]) -> object:
     """The result of an op, with views of scratch as scratch."""
     if type(result) in (list, tuple):
         assert isinstance(result, list | tuple)
         return type(result)(_marked(each, given) for each in result)
-    if not isinstance(result, torch.Tensor) or isinstance(result, Scratch) or result.layout is not torch.strided:
+    if not isinstance(result, torch.Tensor) or isinstance(result, ScratchTensor) or result.layout is not torch.strided:
         return result
     address = result.untyped_storage().data_ptr()
     source = next((s for s in given if s.untyped_storage().data_ptr() == address), None)
     if source is None:
         return result
-    view = result.as_subclass(Scratch)
+    view = result.as_subclass(ScratchTensor)
     view.lease = source.lease
     return view

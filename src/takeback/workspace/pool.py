@@ -35,7 +35,7 @@ def class_for(size_bytes: int) -> int:
     return max((size_bytes - 1).bit_length(), SMALLEST_CLASS)
 
 
-class Buffer:
+class PoolBuffer:
     """Some bytes. Their number is asked of the storage each time: whoever held it may have resized it."""
 
     __slots__ = ("_alone", "lease", "step", "storage")
@@ -72,8 +72,8 @@ class Shelf:
     __slots__ = ("due", "free", "out")
 
     def __init__(self) -> None:
-        self.free: list[Buffer] = []  #: held by nobody, the one used last at the end
-        self.out: deque[Buffer] = deque()  #: handed out, in that order
+        self.free: list[PoolBuffer] = []  #: held by nobody, the one used last at the end
+        self.out: deque[PoolBuffer] = deque()  #: handed out, in that order
         self.due = 0  #: how many must be out before all of them are looked at within a step
 
 
@@ -86,9 +86,9 @@ class Pool:
         self.device = device
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._shelves: dict[int, Shelf] = {}
-        self._named: dict[str, Buffer] = {}
+        self._named: dict[str, PoolBuffer] = {}
 
-    def pop(self, size_bytes: int) -> Buffer | None:
+    def pop(self, size_bytes: int) -> PoolBuffer | None:
         """A free buffer that is large enough, or None. It is the caller's until `hand_out`."""
         shelf = self._shelf(class_for(size_bytes))
         try:
@@ -96,12 +96,12 @@ class Pool:
         except IndexError:  # another thread trims
             return self._dropped(shelf, size_bytes)
 
-    def _dropped(self, shelf: Shelf, size_bytes: int) -> Buffer | None:
+    def _dropped(self, shelf: Shelf, size_bytes: int) -> PoolBuffer | None:
         """One that was handed out in this step or before, and dropped since; the newest, as it may still be cached.
         All are looked at only when there are twice as many as were held the last time, so that a take stays cheap
         however many are held."""
-        found: Buffer | None = None
-        kept: list[Buffer] = []
+        found: PoolBuffer | None = None
+        kept: list[PoolBuffer] = []
         while found is None and shelf.out and len(kept) < FEW:
             try:
                 buffer = shelf.out.pop()
@@ -120,7 +120,7 @@ class Pool:
                 found = shelf.free.pop()
         return found
 
-    def pop_named(self, name: str, size_bytes: int) -> Buffer | None:
+    def pop_named(self, name: str, size_bytes: int) -> PoolBuffer | None:
         """The buffer of that name if it is large enough and free. Raises if it is held in a step that is not over."""
         buffer = self._named.pop(name, None)
         if buffer is None:
@@ -140,7 +140,7 @@ class Pool:
         self.file(buffer)
         return None
 
-    def allocate(self, size_bytes: int) -> Buffer:
+    def allocate(self, size_bytes: int) -> PoolBuffer:
         """A new buffer of the smallest class that holds so many bytes."""
         if self.stream is not None and torch.cuda.is_current_stream_capturing():
             raise WorkspaceError(
@@ -149,7 +149,7 @@ class Pool:
             )
         capacity_bytes = 1 << class_for(size_bytes)
         try:
-            return Buffer(capacity_bytes, self.device)
+            return PoolBuffer(capacity_bytes, self.device)
         except RuntimeError as error:
             error.add_note(
                 f"takeback.Workspace asked for {capacity_bytes:,} bytes (the power of two above {size_bytes:,}) on "
@@ -157,12 +157,12 @@ class Pool:
             )
             raise
 
-    def hand_out(self, buffer: Buffer, name: str | None) -> None:
+    def hand_out(self, buffer: PoolBuffer, name: str | None) -> None:
         """To be called once somebody holds the buffer: from here on any thread may sweep it."""
         if name is None or self._named.setdefault(name, buffer) is not buffer:
             self._shelf(class_for(buffer.capacity_bytes)).out.append(buffer)
 
-    def file(self, buffer: Buffer) -> None:
+    def file(self, buffer: PoolBuffer) -> None:
         """Puts a buffer that nobody holds where the next take finds it: by what it really holds, rounded down."""
         buffer.step = None
         found = buffer.capacity_bytes.bit_length() - 1
@@ -182,7 +182,7 @@ class Pool:
                 self.file(buffer)
         shelf.due = 2 * len(shelf.out)
 
-    def visit(self, act: Callable[[Buffer, Pool], None]) -> None:
+    def visit(self, act: Callable[[PoolBuffer, Pool], None]) -> None:
         """Acts on every buffer that was handed out, as its owner."""
         for shelf in tuple(self._shelves.values()):
             for buffer in _each(shelf.out):
@@ -210,7 +210,7 @@ class Pool:
                 freed_bytes += named.capacity_bytes
         return freed_bytes
 
-    def buffers(self) -> Iterator[Buffer]:
+    def buffers(self) -> Iterator[PoolBuffer]:
         """All that are here now. One that its thread is just taking may be missing."""
         for shelf in tuple(self._shelves.values()):
             yield from tuple(shelf.free)
@@ -222,7 +222,7 @@ class Pool:
         return shelf if shelf is not None else self._shelves.setdefault(index, Shelf())
 
 
-def _each(buffers: deque[Buffer]) -> Iterator[Buffer]:
+def _each(buffers: deque[PoolBuffer]) -> Iterator[PoolBuffer]:
     """Pops each that is there now; others may pop too."""
     for _ in range(len(buffers)):
         try:
@@ -232,6 +232,6 @@ def _each(buffers: deque[Buffer]) -> Iterator[Buffer]:
         yield buffer
 
 
-def where(buffer: Buffer) -> str:
+def where(buffer: PoolBuffer) -> str:
     """Where it was taken, as far as that is known."""
     return f" at {buffer.lease.site}" if buffer.lease is not None else ""

@@ -62,7 +62,7 @@ class Workspace:
         self._numbers = itertools.count(1)
         self._local = threading.local()
         self._threads: dict[int, weakref.ref[_Thread]] = {}  #: those alive
-        self._counts: list[_Counts] = []  #: of every thread that ever took: a few numbers each
+        self._counts: list[_TakeCounts] = []  #: of every thread that ever took: a few numbers each
         self._open: dict[int, _Thread] = {}  #: the threads with an open step
         self._peak_bytes = 0
 
@@ -220,7 +220,7 @@ class Step:
             pool.sweep()
 
 
-class _Counts:
+class _TakeCounts:
     """Written by one thread, read by all."""
 
     __slots__ = ("generations", "misses", "takes")
@@ -235,7 +235,7 @@ class _Thread:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.pools: dict[object, Pool] = {}
-        self.counts = _Counts()
+        self.counts = _TakeCounts()
 
     def pool(self, tensor: torch.Tensor) -> Pool:
         """The pool for what is computed on the tensor's device now."""

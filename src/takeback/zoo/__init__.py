@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _CaseRecipe:
     """How one size of a case is made; `draw(batch, seed)` makes its batch."""
 
     build: Callable[[], nn.Module]
@@ -111,68 +111,74 @@ _WITH_CONTEXT = {
     for size, config in {"small": gpt.SMALL, "bench": gpt.BENCH, "full": gpt.GPT2}.items()
 }
 
-_RECIPES: Mapping[str, Mapping[str, _Recipe]] = {
+_RECIPES: Mapping[str, Mapping[str, _CaseRecipe]] = {
     "mlp": {
-        "small": _Recipe(
+        "small": _CaseRecipe(
             lambda: MLP((768, 128, 128, 10), activation=nn.GELU, dropout=0.1),
             mlp.loss_fn,
             _flat_shapes,
             batch=32,
             optimizer="adamw",
         ),
-        "full": _Recipe(
+        "full": _CaseRecipe(
             lambda: MLP((1024, 2048, 2048, 2048, 10)), mlp.loss_fn, _noise_rows, batch=128, optimizer="adamw"
         ),
     },
     "resnet": {
-        "small": _Recipe(
+        "small": _CaseRecipe(
             lambda: ResNet(resnet.SMALL),
             resnet.loss_fn,
             lambda batch, seed: next(shape_batches(batch, 32, seed)),
             batch=16,
             optimizer="momentum",
         ),
-        "resnet18": _Recipe(
+        "resnet18": _CaseRecipe(
             lambda: ResNet(resnet.RESNET18), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"
         ),
-        "full": _Recipe(lambda: ResNet(resnet.RESNET50), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"),
+        "full": _CaseRecipe(
+            lambda: ResNet(resnet.RESNET50), resnet.loss_fn, _noise_images, batch=8, optimizer="momentum"
+        ),
     },
     "gpt": {
-        "small": _Recipe(lambda: GPT(gpt.SMALL), gpt.loss_fn, _text(gpt.SMALL), batch=8, optimizer="adamw"),
-        "bench": _Recipe(
+        "small": _CaseRecipe(lambda: GPT(gpt.SMALL), gpt.loss_fn, _text(gpt.SMALL), batch=8, optimizer="adamw"),
+        "bench": _CaseRecipe(
             lambda: GPT(gpt.BENCH), gpt.loss_fn, _noise_tokens(gpt.BENCH), batch=8, optimizer="adamw_fused"
         ),
-        "full": _Recipe(lambda: GPT(gpt.GPT2), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"),
+        "full": _CaseRecipe(
+            lambda: GPT(gpt.GPT2), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"
+        ),
     },
     "gpt_context": {
-        "small": _Recipe(
+        "small": _CaseRecipe(
             lambda: GPT(_WITH_CONTEXT["small"]), gpt.loss_fn, _text(gpt.SMALL), batch=8, optimizer="adamw"
         ),
-        "bench": _Recipe(
+        "bench": _CaseRecipe(
             lambda: GPT(_WITH_CONTEXT["bench"]),
             gpt.loss_fn,
             _noise_tokens(gpt.BENCH),
             batch=8,
             optimizer="adamw_fused",
         ),
-        "full": _Recipe(
+        "full": _CaseRecipe(
             lambda: GPT(_WITH_CONTEXT["full"]), gpt.loss_fn, _noise_tokens(gpt.GPT2), batch=1, optimizer="adamw_fused"
         ),
     },
     "dit": {
-        "small": _Recipe(lambda: DiT(dit.SMALL), dit.ddpm_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
-        "flow": _Recipe(lambda: DiT(dit.SMALL), dit.flow_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
-        "bench": _Recipe(lambda: DiT(dit.BENCH), dit.ddpm_loss, _shapes(dit.BENCH), batch=8, optimizer="adamw_fused"),
-        "full": _Recipe(
+        "small": _CaseRecipe(lambda: DiT(dit.SMALL), dit.ddpm_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
+        "flow": _CaseRecipe(lambda: DiT(dit.SMALL), dit.flow_loss, _shapes(dit.SMALL), batch=16, optimizer="adamw"),
+        "bench": _CaseRecipe(
+            lambda: DiT(dit.BENCH), dit.ddpm_loss, _shapes(dit.BENCH), batch=8, optimizer="adamw_fused"
+        ),
+        "full": _CaseRecipe(
             lambda: DiT(dit.DIT_S_2), dit.ddpm_loss, _noise_latents(dit.DIT_S_2), batch=8, optimizer="adamw_fused"
         ),
     },
     "ssm": {
-        "small": _Recipe(lambda: SSM(ssm.SMALL), ssm.loss_fn, _text(ssm.SMALL), batch=8, optimizer="adamw"),
-        "bench": _Recipe(
+        "small": _CaseRecipe(lambda: SSM(ssm.SMALL), ssm.loss_fn, _text(ssm.SMALL), batch=8, optimizer="adamw"),
+        "bench": _CaseRecipe(
             lambda: SSM(ssm.BENCH), ssm.loss_fn, _noise_tokens(ssm.BENCH), batch=8, optimizer="adamw_fused"
         ),
-        "full": _Recipe(
+        "full": _CaseRecipe(
             lambda: SSM(ssm.MAMBA2_130M), ssm.loss_fn, _noise_tokens(ssm.MAMBA2_130M), batch=1, optimizer="adamw_fused"
         ),
     },

@@ -58,7 +58,7 @@ def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale[:, None]) + shift[:, None]
 
 
-class Block(nn.Module):
+class DiTBlock(nn.Module):
     """Attention and MLP whose LayerNorms are shifted, scaled and gated by the condition. All gates start at zero, so a
     new block is the identity (adaLN-Zero).
     """
@@ -99,7 +99,7 @@ class DiT(nn.Module):
         self.patches = nn.Linear(pixels, width)
         self.time = nn.Sequential(nn.Linear(config.frequencies, width), nn.SiLU(), nn.Linear(width, width))
         self.label = nn.Embedding(config.classes + 1, width)  # the last one is "no class"
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
         self.modulation = nn.Linear(width, 2 * width)
         self.pixels = nn.Linear(width, pixels)

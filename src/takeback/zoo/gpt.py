@@ -61,7 +61,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Pre-LayerNorm attention and MLP, each added to the residual stream after dropout."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -90,7 +90,7 @@ class GPT(nn.Module):
         self.token = nn.Embedding(config.vocabulary, config.width)
         self.position = nn.Embedding(config.context, config.width)
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+        self.blocks = nn.Sequential(*(GPTBlock(config) for _ in range(config.layers)))
         self.attention_context = AttentionContext(config.context_strength, config.context_rate)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)

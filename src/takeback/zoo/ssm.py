@@ -131,7 +131,7 @@ class Mixer(nn.Module):
         return self.output(self.norm((y + x * self.skip[:, None]).flatten(2), gate))
 
 
-class Block(nn.Module):
+class SSMBlock(nn.Module):
     """The mixer of the normed input, added to the residual stream."""
 
     def __init__(self, config: SSMConfig) -> None:
@@ -150,7 +150,7 @@ class SSM(nn.Module):
         super().__init__()
         self.config = config
         self.token = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.layers)))
+        self.blocks = nn.Sequential(*(SSMBlock(config) for _ in range(config.layers)))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.head.weight = self.token.weight

@@ -1,1 +1,1 @@
-"""The user's step in, one `Program` out: every op with the role of every buffer, and guards on what was baked in."""
+"""The user's step in, one `Program` out: ops, the role of every buffer, and what is assumed of the Python world."""

@@ -1,13 +1,15 @@
-"""While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`.
+"""While a step is recorded, catches what the dispatcher does not see: `.numpy()`, `.tolist()`, `torch.manual_seed()`,
+and draws from Python's or numpy's random numbers.
 
-`.tolist()` of a small tensor is honoured: it becomes one value guard per element. The rest raises. Only the recording
-thread is affected, and autograd's thread that runs the backward on a GPU for it; every other thread goes straight to
-torch's own method.
+`.tolist()` of a small tensor is honoured: it becomes one expected value per element. The rest raises. Only the
+recording thread is affected, and autograd's thread that runs the backward on a GPU for it; every other thread goes
+straight to torch's own method.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import sys
 import threading
 from collections.abc import Iterator
@@ -91,7 +93,27 @@ def _seed(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def watch_leaks() -> Iterator[None]:
+def tripwires() -> Iterator[None]:
+    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
+    python_random = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
+    with _traps():
+        yield
+    drawn = None
+    if random.getstate() != python_random:
+        drawn = "Python's random module"
+    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
+        drawn = "numpy.random"
+    if drawn is not None:
+        raise CaptureError(
+            f"the step draws from {drawn}; a replay would use the first draw for ever. Draw before the step and pass "
+            f"the result in as a tensor, or draw with torch."
+        )
+
+
+@contextlib.contextmanager
+def _traps() -> Iterator[None]:
     """Sets the traps for this thread."""
     with _lock:
         _recording.append(threading.get_ident())

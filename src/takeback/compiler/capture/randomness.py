@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from takeback.compiler.capture.site import at
 from takeback.compiler.program import Op, Phase, Site, Special
 from takeback.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class _Point:
+class _Moment:
     """A moment of the recording: before the op at `position`, the generator had this state."""
 
     position: int
@@ -53,14 +54,14 @@ class RandomTrail:
     ) -> None:
         self._defaults = default_generators(device)
         self._current: dict[torch.Generator, bytes] = {}
-        self._seen: dict[tuple[torch.Generator, bytes], _Point] = {}
-        self._slots: dict[_Point, int] = {}
+        self._seen: dict[tuple[torch.Generator, bytes], _Moment] = {}
+        self._saves: dict[_Moment, int] = {}
         self._restores: list[tuple[int, Op]] = []
         # The dispatcher hands a generator over in a new wrapper each time; the thing inside is what counts.
         self._known = {generator_key(g): g for g in (*self._defaults, *generators)}
         for generator in self._known.values():
             state = self._current[generator] = _state(generator)
-            self._seen[generator, state] = _Point(0, generator)
+            self._seen[generator, state] = _Moment(0, generator)
         self._begin = [(generator, generator.get_state()) for generator in self._current]
 
     def rewind_(self) -> None:
@@ -76,16 +77,15 @@ class RandomTrail:
             return
         own = self._known.get(generator_key(generator))
         if own is None:
-            where = f" at {site.describe()}" if site else ""
             raise CaptureError(
-                f"the step draws from a generator{where} that was made inside the step, or is out of takeback's sight. "
-                f"A replay would go on drawing from it instead of making it anew. Make it before the step and keep it "
-                f"where loss_fn or the model can be seen to hold it."
+                f"the step draws from a generator{at(site)} that was made inside the step, or is out of takeback's "
+                f"sight. A replay would go on drawing from it instead of making it anew. Make it before the step and "
+                f"keep it where loss_fn or the model can be seen to hold it."
             )
         now = _state(own)
         if now != self._current[own]:
             self._jump(own, now, position, site)
-        self._seen.setdefault((own, now), _Point(position, own))
+        self._seen.setdefault((own, now), _Moment(position, own))
 
     def after(self, generator: torch.Generator | None, position: int) -> None:
         """Called after a random op that ran as the op before `position`."""
@@ -95,32 +95,32 @@ class RandomTrail:
             return
         own = self._known[generator_key(generator)]
         state = self._current[own] = _state(own)
-        self._seen.setdefault((own, state), _Point(position, own))
+        self._seen.setdefault((own, state), _Moment(position, own))
 
     def finish(self, position: int) -> None:
         for generator in tuple(self._current):
             self.before(generator, position, None)
 
     def _jump(self, generator: torch.Generator, state: bytes, position: int, site: Site | None) -> None:
-        point = self._seen.get((generator, state))
-        if point is None:
+        moment = self._seen.get((generator, state))
+        if moment is None:
             where = f" before {site.describe()}" if site else " in the step"
             raise CaptureError(
                 f"the random state was set{where} to one that this step had not seen (torch.manual_seed or "
                 f"set_rng_state inside the step). A replay would draw other numbers than eager. "
                 f"Seed before the step, or give the op a generator of its own."
             )
-        slot = self._slots.setdefault(point, len(self._slots))
-        restore = Op(Special.RESTORE_RANDOM, (slot, generator), {}, (), phase=Phase.FORWARD, site=site)
+        number = self._saves.setdefault(moment, len(self._saves))
+        restore = Op(Special.RESTORE_RANDOM, (number, generator), {}, (), phase=Phase.FORWARD, site=site)
         self._restores.append((position, restore))
         self._current[generator] = state
 
     def weave(self, ops: list[Op]) -> list[Op]:
         """The ops with the saves and restores put in where they belong."""
         extra: dict[int, list[Op]] = {}
-        for point, slot in self._slots.items():
-            save = Op(Special.SAVE_RANDOM, (slot, point.generator), {}, ())
-            extra.setdefault(point.position, []).append(save)
+        for moment, number in self._saves.items():
+            save = Op(Special.SAVE_RANDOM, (number, moment.generator), {}, ())
+            extra.setdefault(moment.position, []).append(save)
         for position, restore in self._restores:
             extra.setdefault(position, []).append(restore)
         if not extra:

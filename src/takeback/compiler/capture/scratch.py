@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from takeback.compiler.program import BufferId, Op, Scratch
 
@@ -17,6 +18,15 @@ class AllocatorEvent:
     size_bytes: int
     block: int
     address: int
+
+
+class AllocatorLog(Protocol):
+    """A recording of the allocator: complete once its context has been left."""
+
+    cell: Any  #: where to say which op runs
+
+    @property
+    def events(self) -> Sequence[AllocatorEvent]: ...
 
 
 def attach_scratch(ops: Sequence[Op], address_of: Mapping[BufferId, int], events: Sequence[AllocatorEvent]) -> list[Op]:

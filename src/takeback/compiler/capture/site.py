@@ -27,6 +27,11 @@ def belongs_to_user(frame: FrameType) -> bool:
     return not file.startswith(_OURS) or file.startswith(_ZOO)
 
 
+def at(site: Site | None) -> str:
+    """The place in words, to follow what happened there in an error; nothing if it is not known."""
+    return f" at {site.describe()}" if site else ""
+
+
 class Sites:
     """Remembers the line of every autograd node made in the forward, to name it in the backward."""
 
@@ -50,6 +55,10 @@ class Sites:
         # The first op after a node is made is the node's own; later ones without a node of theirs are not.
         self._by_node.setdefault(torch.autograd._get_sequence_nr() - 1, site)
         return site
+
+    def at(self) -> str:
+        """The same in words, for an error."""
+        return at(self.here())
 
     def _site(self, frame: FrameType) -> Site:
         key = (frame.f_code.co_filename, frame.f_lineno)

@@ -3,17 +3,44 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from takeback.compiler.capture.guards import hooks_on
+from takeback.compiler.capture.hooks import hooks_on
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.session import Subject
+from takeback.compiler.program import Role
 from takeback.errors import CaptureError
 
 _NEW_PLANS_BEFORE_WARNING = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be captured: the user's own objects, and how a step is put together from them."""
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    parameters: tuple[torch.nn.Parameter, ...]
+    names: Mapping[int, str]  #: parameter names by id
+    states: tuple[tuple[torch.Tensor, str], ...] = ()
+    accumulate: int = 1
+    clip_norm: float | None = None
+    scaling: Scaling | None = None
+
+    def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
+        found: dict[torch.Tensor, tuple[Role, str]] = {}
+        for p in self.parameters:
+            found[p] = (Role.PARAMETER, self.names[id(p)])
+        for name, b in self.model.named_buffers():
+            found.setdefault(b, (Role.BUFFER, name))
+        for t, name in self.states:
+            found.setdefault(t, (Role.STATE, name))
+        if self.scaling is not None:
+            found[self.scaling.scale_tensor] = (Role.STATE, "scaler.scale")
+        return found
 
 
 def check(model: Any, loss_fn: Any, optimizer: Any) -> None:

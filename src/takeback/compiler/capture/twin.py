@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import torch
 
-from takeback.compiler.capture.record import Recorder
+from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.update import write_update
-from takeback.compiler.capture.writer import UpdateWriter
+from takeback.compiler.capture.update_writer import UpdateWriter
 from takeback.compiler.program import Argument, Buffer, BufferId, HyperScalar, Op, Phase, Program, Region, Role
 
 aten = torch.ops.aten
@@ -70,10 +70,11 @@ def disproof(optimizer: torch.optim.Optimizer, scaling: Scaling | None = None) -
     lifted = {
         op.outputs[0].buffer
         for op in recorder.ops
-        if op.target is aten.clone.default and recorder.buffers[op.inputs[0].buffer].role is Role.CONSTANT
+        if op.target is aten.clone.default and recorder.table.buffers[op.inputs[0].buffer].role is Role.CONSTANT
     }
     buffers = {
-        b: replace(buffer, role=Role.CONSTANT) if b in lifted else buffer for b, buffer in recorder.buffers.items()
+        b: replace(buffer, role=Role.CONSTANT) if b in lifted else buffer
+        for b, buffer in recorder.table.buffers.items()
     }
     real = [op for op in recorder.ops if op.expected is None and not any(r.buffer in lifted for r in op.outputs)]
     theirs = _canonical(real, buffers, scalars)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.writer import Formula, Group, UpdateWriter
+from takeback.compiler.capture.update_writer import Formula, Group, UpdateWriter
 from takeback.compiler.program import HyperScalar, Op, Phase, Program, Region, Role
 from takeback.norm_cache import move_versions_
 
@@ -33,7 +33,7 @@ _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_av
 
 @dataclass(frozen=True)
 class Update:
-    """The formulas behind the update's scalars, and what must still be as it was for the update to hold."""
+    """The formulas behind the update's scalars, and what must still be as it was for the update to apply."""
 
     optimizer: torch.optim.Optimizer
     formulas: tuple[Formula, ...]
@@ -53,7 +53,8 @@ class Update:
             values.append(known[key])
         return values
 
-    def holds(self) -> bool:
+    def still_applies(self) -> bool:
+        """Whether eager would take the same update now, on the same tensors."""
         state = self.optimizer.state
         return (
             own_step_reason(self.optimizer) is None
@@ -100,7 +101,7 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Slice:
+class _Updated:
     """One parameter as the update sees it."""
 
     parameter: Region
@@ -119,9 +120,9 @@ def _path(group: Group) -> str:
 
 
 def _write_group(
-    w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Slice], decoupled: bool, one_by_one: bool
+    w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Updated], decoupled: bool, one_by_one: bool
 ) -> None:
-    parts: dict[object, list[_Slice]] = {}
+    parts: dict[object, list[_Updated]] = {}
     for i, s in enumerate(slices):
         parts.setdefault(i if one_by_one else s.parameter.dtype, []).append(s)
     path = _path(group)
@@ -142,7 +143,7 @@ def _write_group(
 # -- SGD ---------------------------------------------------------------------------------------------------------
 
 
-def _sgd_single(w: UpdateWriter, group: Group, s: _Slice) -> None:
+def _sgd_single(w: UpdateWriter, group: Group, s: _Updated) -> None:
     grad = s.grad
     if group["weight_decay"] != 0:
         grad = w.make(aten.add.Tensor, grad, s.parameter, alpha=_named(w, "weight_decay"))
@@ -162,7 +163,7 @@ def _sgd_single(w: UpdateWriter, group: Group, s: _Slice) -> None:
     w.write(aten.add_.Tensor, s.parameter, grad, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Updated], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     if group["weight_decay"] != 0:
@@ -179,7 +180,7 @@ def _sgd_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: boo
     w.write(aten._foreach_add_.List, parameters, grads, alpha=w.scalar("-lr", lambda g, _: -g["lr"]))
 
 
-def _sgd_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], _: bool) -> None:
+def _sgd_fused(w: UpdateWriter, group: Group, slices: Sequence[_Updated], _: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     bufs = tuple(s.states["momentum_buffer"] for s in slices) if group["momentum"] != 0 else ()
     grads = tuple(s.grad for s in slices)
@@ -221,7 +222,7 @@ def _root_correction(w: UpdateWriter, step: torch.Tensor | None) -> HyperScalar:
     return w.scalar("sqrt(1 - beta2^t)", lambda g, t: (1 - g["betas"][1] ** t) ** 0.5, step)
 
 
-def _adam_single(w: UpdateWriter, group: Group, s: _Slice, decoupled: bool) -> None:
+def _adam_single(w: UpdateWriter, group: Group, s: _Updated, decoupled: bool) -> None:
     grad = s.grad
     m, v = s.states["exp_avg"], s.states["exp_avg_sq"]
     w.write(aten.add_.Tensor, s.states["step"], 1)
@@ -240,7 +241,7 @@ def _adam_single(w: UpdateWriter, group: Group, s: _Slice, decoupled: bool) -> N
     w.write(aten.addcdiv_.default, s.parameter, m, scaled, value=size)
 
 
-def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Updated], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads: tuple[Region, ...] = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -266,7 +267,7 @@ def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decou
     w.write(aten._foreach_addcdiv_.ScalarList, parameters, m, roots, sizes)
 
 
-def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Slice], decoupled: bool) -> None:
+def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Updated], decoupled: bool) -> None:
     parameters = tuple(s.parameter for s in slices)
     grads = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
@@ -345,7 +346,7 @@ def write_update(
         w.scaled = _for_kernels(w, program, scaling)
     for index, group in enumerate(optimizer.param_groups):
         w.group = index
-        slices: list[_Slice] = []
+        slices: list[_Updated] = []
         for p in group["params"]:
             grad = program.grads.get(position[id(p)])
             if grad is None:
@@ -356,7 +357,7 @@ def write_update(
                 w.watched.append((p, name, table[name]))
                 states[name] = w.borrow(table[name], Role.STATE, f"{names[id(p)]}.{name}")
             parameter = w.borrow(p, Role.PARAMETER, names[id(p)])
-            slices.append(_Slice(parameter, grad, states, table.get("step")))
+            slices.append(_Updated(parameter, grad, states, table.get("step")))
         if slices:
             _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)), one_by_one)
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)

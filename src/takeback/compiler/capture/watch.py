@@ -6,8 +6,9 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
-from takeback.compiler.capture.guards import GLOBAL_HOOKS, Guard
-from takeback.compiler.capture.session import Subject
+from takeback.compiler.capture.assumptions import Assumptions
+from takeback.compiler.capture.hooks import GLOBAL_HOOKS
+from takeback.compiler.capture.subject import Subject
 
 
 def ambient() -> Hashable:
@@ -54,16 +55,16 @@ def _cuda_ambient() -> Hashable:
 class Watch:
     """Compared before every replay; costs a few list walks."""
 
-    def __init__(self, subject: Subject, guard: Guard, leaves: Sequence[torch.Tensor]) -> None:
+    def __init__(self, subject: Subject, assumptions: Assumptions, leaves: Sequence[torch.Tensor]) -> None:
         self.parameters = subject.parameters
-        self._guard = guard
-        watched = {id(t): t for t in (*subject.parameters, *subject.model.buffers(), *guard.tensors)}
+        self._assumptions = assumptions
+        watched = {id(t): t for t in (*subject.parameters, *subject.model.buffers(), *assumptions.tensors)}
         self._tensors = [
             (t, t.data_ptr(), t.stride(), t.requires_grad) for t in watched.values() if t.layout is torch.strided
         ]
         # A batch tensor that the model or loss_fn holds as well: which of the two was read is not known, so the plan is
         # for this very tensor.
-        reachable = {id(t) for t in guard.tensors}
+        reachable = {id(t) for t in assumptions.tensors}
         self._pinned = [(i, t) for i, t in enumerate(leaves) if id(t) in reachable]
         self._hooked = [t for t in watched.values() if t.requires_grad and t.is_leaf]
 
@@ -83,4 +84,4 @@ class Watch:
         for tensor in self._hooked:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 return "a parameter got a hook"
-        return self._guard.change()
+        return self._assumptions.change()

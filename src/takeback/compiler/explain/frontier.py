@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from takeback.compiler.explain.text import WIDTH, clean, heading, show_bytes, show_count, show_share, wrapped
-from takeback.compiler.passes.again import stand_in
+from takeback.compiler.passes.rebuildable import stand_in
 from takeback.compiler.passes.recompute import Point
 from takeback.compiler.program import Op, Program
 

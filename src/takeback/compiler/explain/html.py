@@ -12,8 +12,9 @@ from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import (
     MEANING,
-    Group,
+    ByReason,
     added_time,
+    arena_row,
     at_peak,
     clean,
     copy_groups,
@@ -24,7 +25,6 @@ from takeback.compiler.explain.text import (
     short_line,
     show_bytes,
     show_count,
-    show_ratio,
 )
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1100, 84, 12, 12, 30
@@ -85,17 +85,12 @@ def section(title: str, body: str, lead: str) -> str:
 
 def _cards(report: Report) -> str:
     (_, peak, eager, ratio), (_, above, eager_above, above_ratio) = headline(report)
-    bound = report.lower_bound_bytes
     measured = report.measured
     served = f"{measured.served:,} served by the arena" if measured else "predicted"
     shown = [
         ("peak", peak, f"{ratio} of eager's {eager}"),
         ("above resident", above, f"{above_ratio} of eager's {eager_above}"),
-        (
-            "arena",
-            show_bytes(report.arena_bytes),
-            f"{show_ratio(report.arena_bytes, bound)} of the lower bound, {show_bytes(bound)}",
-        ),
+        arena_row(report),
         ("allocations per step", f"{report.allocations_per_step:,}", served),
         ("copied per step", show_bytes(report.copied_bytes), "reasons below"),
     ]
@@ -274,7 +269,7 @@ def _largest(entries: Sequence[Entry]) -> str:
     return table(("value", "op", "line", "fate", "bytes", "reason"), rows, frozenset({4})) if rows else ""
 
 
-def _groups(groups: Sequence[Group]) -> str:
+def _groups(groups: Sequence[ByReason]) -> str:
     rows = [(f"{g.count:,}", show_bytes(g.size_bytes), g.decision, g.reason, g.example) for g in groups[:MOST_ROWS]]
     return table(("count", "bytes", "decision", "reason", "largest"), rows, frozenset({0, 1})) if rows else ""
 

@@ -6,10 +6,10 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from takeback.compiler.layout import PASS, Layout
+from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites, Packed
 from takeback.compiler.program import BufferId, Op, Phase, Region, Role, Special
-from takeback.compiler.run.calls import Kind
-from takeback.compiler.run.layout import PASS, Layout
 
 
 class Fate(enum.StrEnum):
@@ -35,9 +35,10 @@ class Entry:
     op: str
     line: str
     reason: str
-    offset_bytes: int | None = None
+    offset_bytes: int | None = None  #: in the arena, if there is one
     start: int | None = None
     end: int | None = None
+    owner: str = ""  #: whose bytes these are in the end: what has the same owner takes the same bytes
 
 
 def ledger(layout: Layout) -> tuple[Entry, ...]:
@@ -95,32 +96,32 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 op.name,
                 _line(op),
                 reason,
-                layout.offsets[buffer],
+                layout.arena.offsets[buffer] if layout.arena is not None else None,
                 life.start,
                 life.end,
+                f"%{layout.slots[buffer]}",
             )
-        for e in layout.entries[position]:
-            if e.result is None and e.offset_bytes != PASS:
-                yield Entry(
-                    "scratch",
-                    e.size_bytes,
-                    Fate.SCRATCH,
-                    op.name,
-                    _line(op),
-                    "taken inside the op",
-                    e.offset_bytes,
-                    position,
-                    position + 1,
-                )
-            elif e.offset_bytes == PASS:
-                yield Entry(
-                    "scratch",
-                    e.size_bytes,
-                    Fate.PASSED,
-                    op.name,
-                    _line(op),
-                    "outlives its op inside torch, so the ordinary allocator serves it",
-                )
+        yield from _scratch(layout, position)
+
+
+def _scratch(layout: Layout, position: int) -> Iterator[Entry]:
+    """What an op takes for itself, and at which offset, if there is an arena."""
+    op = layout.program.ops[position]
+    taken: list[tuple[int, int | None]]
+    if layout.arena is None:
+        taken = [(s.size_bytes, None) for s in op.scratch if s.result is None and s.end is not None]
+    else:
+        taken = [(r.size_bytes, r.offset_bytes) for r in layout.arena.requests[position] if r.result is None]
+    for number, (size, offset) in enumerate(taken):
+        if offset == PASS:
+            reason = "outlives its op inside torch, so the ordinary allocator serves it"
+            yield Entry("scratch", size, Fate.PASSED, op.name, _line(op), reason)
+        else:
+            where = f"scratch {number} of op {position}"
+            reason = "taken inside the op"
+            yield Entry(
+                "scratch", size, Fate.SCRATCH, op.name, _line(op), reason, offset, position, position + 1, where
+            )
 
 
 def _copy_reason(op: Op, refused: str | None) -> str:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from takeback.compiler.explain.eager import eager_peak
+from takeback.compiler.capture.finish import OwnStep
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
+from takeback.compiler.layout import Layout, asks_for_results, transient_bytes
 from takeback.compiler.ownership.curve import alive_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
-from takeback.compiler.program import Buffer, Op, Phase, Program, Region, Role
-from takeback.compiler.run.layout import Layout, asks_for_results
+from takeback.compiler.program import Op, Phase, Program, Region
+from takeback.compiler.run.execution import Counters, Execution, Placing
+from takeback.compiler.run.proof import Skipped
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class Measured:
     landed: int
     landed_bytes: int
     worker_new: int
+
+    @classmethod
+    def of(cls, counters: Counters) -> Measured:
+        return cls(**{field.name: getattr(counters, field.name) for field in dataclasses.fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Report:
     step_s: float = 0.0  #: predicted for this machine, without rebuilding
     added_s: float = 0.0  #: predicted: what rebuilding adds
     rebuilt_ops: int = 0  #: how many ops are run again
+    has_arena: bool = True  #: False where the device's own allocator places: `arena_bytes` is what is alive at the peak
     torch_version: str = torch.__version__
 
     def __str__(self) -> str:
@@ -85,105 +94,96 @@ class Report:
 def build_report(
     layout: Layout,
     original: Program,
+    execution: Execution,
     *,
-    refusals: tuple[Refusal, ...] = (),
-    undo_bytes: int = 0,
-    kept_grad_bytes: int = 0,
-    measured: Measured | None = None,
-    placed: bool = True,
-    streamed: bool = False,
-    group: str = "",
+    own_step: OwnStep | None = None,
+    skipped: Skipped | None = None,
     step_s: float = 0.0,
     added_s: float = 0.0,
 ) -> Report:
-    """`original` is the recorded program before the passes; it says what eager would hold. `streamed`: the device's own
-    allocator places, so there is no arena and nothing is lost between tensors."""
+    """`original` is the recorded program before the passes; it says what eager would hold. `own_step`: the optimizer's
+    update is not in it. `skipped`: a comparison that was due and not made."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
-    if streamed:
-        kept_grad_bytes = 0  # handed to the caller as they are
-    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + kept_grad_bytes
-    passes = sum(e.fate is Fate.PASSED for e in entries)
-    fresh = 0 if streamed else len(program.returned)
-    outside = measured.misses + measured.passed + measured.worker_new if measured else passes
-    if measured:
-        copied += measured.landed_bytes
-    missed = measured.missed_bytes if measured else 0
-    if streamed and not measured:
-        outside = len(set(layout.slots.values()))
-    if not placed and not streamed:
-        outside += sum(
-            len(op.outputs) for op, kind in zip(program.ops, layout.kinds, strict=True) if asks_for_results(kind)
-        )
-    notes = [group] if group else []
-    if streamed:
-        notes.append(_STREAMED)
-    elif not placed:
-        notes.append("no native allocator: ops without an out= kernel allocate as in eager, and are copied into place")
+    measured = Measured.of(execution.counters) if execution.counters is not None else None
+    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + execution.copied_grad_bytes
+    transient = transient_bytes(
+        layout,
+        execution.copied_grad_bytes,
+        missed=measured.missed_bytes if measured else 0,
+    )
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + undo_bytes + transient_bytes(layout, kept_grad_bytes, streamed=streamed, missed=missed),
+        peak_bytes=total + execution.undo_bytes + transient,
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
-        lower_bound_bytes=layout.alive_bytes if streamed else layout.lower_bound_bytes,
-        arena_bytes=layout.alive_bytes if streamed else layout.arena_bytes,
-        allocations_per_step=fresh + outside,
-        copied_bytes=copied,
+        lower_bound_bytes=layout.alive_bytes if layout.arena is None else layout.arena.lower_bound_bytes,
+        arena_bytes=layout.alive_bytes if layout.arena is None else layout.arena.size_bytes,
+        allocations_per_step=_allocations(layout, entries, execution.placing, measured),
+        copied_bytes=copied + (measured.landed_bytes if measured else 0),
         ledger=entries,
-        refusals=layout.draft.refusals + refusals,
+        refusals=(*layout.draft.refusals, *_refused(own_step, program)),
         resident={k: v for k, v in resident.items() if v},
         ops=len(program.ops),
         eager_peak_at=_where(top) if top else "",
         peak_curve=tuple(alive_bytes(program, layout.slots, layout.draft.kept)),
         eager_curve=eager.curve,
         measured=measured,
-        placed=placed or streamed,
-        notes=tuple(notes),
+        placed=execution.placing is not Placing.ARENA_BESIDE_OPS,
+        notes=tuple(_notes(layout, execution, own_step, skipped)),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
+        has_arena=layout.arena is not None,
     )
 
 
-def resident_by_role(program: Program) -> dict[str, int]:
-    """The bytes on the step's device that are alive between steps, by whose they are."""
-    resident = {role.value: 0 for role in Role if role.borrowed}
-    for buffer in program.buffers.values():
-        if buffer.role.borrowed and _on_device(buffer, program):
-            resident[buffer.role.value] += buffer.size_bytes
-    return resident
-
-
-def transient_bytes(layout: Layout, kept_grad_bytes: int, *, streamed: bool = False, missed: int = 0) -> int:
-    """The most bytes that a step takes above what is resident and what it saves to be taken back."""
-    if streamed:
-        return layout.alive_bytes + missed
+def _allocations(layout: Layout, entries: Sequence[Entry], placing: Placing, measured: Measured | None) -> int:
+    """Requests to the ordinary allocator in a steady step: as they were counted, else as far as they are known."""
     program = layout.draft.program
-    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
-    alive = layout.alive_bytes + layout.arena_bytes - layout.lower_bound_bytes
-    # What is returned is copied out when the step is over: by then only these values are alive.
-    last = {
-        layout.slots[r.buffer]
-        for r in (*program.returned, *program.grads.values())
-        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
-    }
-    returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
-    at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
-    return max(alive + missed, at_end)
+    streamed = placing is Placing.DEVICE
+    if measured:
+        outside = measured.misses + measured.passed + measured.worker_new
+    else:
+        outside = len(set(layout.slots.values())) if streamed else sum(e.fate is Fate.PASSED for e in entries)
+    if placing is Placing.ARENA_BESIDE_OPS:
+        made = zip(program.ops, layout.kinds, strict=True)
+        outside += sum(len(op.outputs) for op, kind in made if asks_for_results(kind))
+    return outside if streamed else outside + len(program.returned)
 
 
-_STREAMED = (
-    "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive at "
-    "the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
-)
+def _refused(own_step: OwnStep | None, program: Program) -> Iterator[Refusal]:
+    if own_step is not None:
+        yield Refusal("plan the update", own_step.optimizer, program.loss.buffer, 0, own_step.reason)
 
 
-def _on_device(buffer: Buffer, program: Program) -> bool:
-    tensor = program.externals.get(buffer.id)
-    return not buffer.device and (tensor is None or tensor.device.type == program.device_type)
+def _notes(layout: Layout, execution: Execution, own_step: OwnStep | None, skipped: Skipped | None) -> Iterator[str]:
+    if execution.group:
+        yield execution.group
+    if execution.placing in _PLACED:
+        yield _PLACED[execution.placing]
+    if own_step is not None:
+        yield (
+            f"the update is not part of the plan: {own_step.optimizer}'s own step() is called after the backward, "
+            f"because {own_step.reason}"
+        )
+    yield from layout.draft.notes
+    if skipped is not None:
+        yield skipped.reason
+
+
+_PLACED = {
+    Placing.DEVICE: (
+        "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive "
+        "at the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
+    ),
+    Placing.ARENA_BESIDE_OPS: (
+        "no native allocator: ops without an out= kernel allocate as in eager, and are copied into place"
+    ),
+}
 
 
 def _rebuilt_ops(layout: Layout) -> int:

@@ -26,16 +26,16 @@ MEANING = {
     Fate.MOVED: "eager copies it; here the bytes are handed on",
     Fate.OVERWRITTEN: "written onto an operand that dies",
     Fate.PACKED: "has a fixed place in a larger buffer",
-    Fate.PLACED: "has bytes of its own in the arena",
+    Fate.PLACED: "has bytes of its own",
     Fate.RECOMPUTED: "dropped over the peak, and made again here",
     Fate.COPIED: "copied, for the reasons below",
-    Fate.SCRATCH: "taken inside an op, in the arena",
+    Fate.SCRATCH: "taken inside an op",
     Fate.PASSED: "taken inside an op, from malloc",
 }
 
 
 @dataclass(frozen=True)
-class Group:
+class ByReason:
     """Copies or refusals with one reason. `example` is the largest of them."""
 
     decision: str
@@ -115,30 +115,28 @@ def headline(report: Report) -> list[tuple[str, str, str, str]]:
 
 
 def peak_position(report: Report) -> int:
-    """The first op at which the most bytes of the arena are alive."""
+    """The first op at which the most bytes are alive."""
     return max(range(len(report.peak_curve)), key=report.peak_curve.__getitem__, default=0)
 
 
 def at_peak(report: Report) -> list[Entry]:
-    """The values that own bytes of the arena at the peak, largest first; bytes that change hands there count once."""
+    """The values that own bytes at the peak, largest first; bytes that change hands there count once."""
     position = peak_position(report)
-    alive = [
-        e
-        for e in report.ledger
-        if e.offset_bytes is not None
-        and e.start is not None
-        and e.end is not None
-        and e.start <= position < e.end
-        and e.size_bytes
-    ]
-    owners: list[Entry] = []
-    taken: list[tuple[int, int]] = []
+    alive = [e for e in report.ledger if e.start is not None and e.end is not None and e.start <= position < e.end]
+    owners: dict[str, Entry] = {}
     for e in sorted(alive, key=lambda e: (-e.size_bytes, -(e.start or 0))):
-        start = e.offset_bytes or 0
-        if all(start >= b or start + e.size_bytes <= a for a, b in taken):
-            owners.append(e)
-            taken.append((start, start + e.size_bytes))
-    return owners
+        if e.size_bytes:
+            owners.setdefault(e.owner, e)
+    return list(owners.values())
+
+
+def arena_row(report: Report) -> tuple[str, str, str]:
+    """(name, size, remark) of the arena, or of what is alive at the peak where the device's own allocator places."""
+    if not report.has_arena:
+        return "alive at the peak", show_bytes(report.arena_bytes), "placed by the device's own allocator"
+    bound = report.lower_bound_bytes
+    remark = f"lower bound {show_bytes(bound)}, {show_ratio(report.arena_bytes, bound)}"
+    return "arena", show_bytes(report.arena_bytes), remark
 
 
 def fates(report: Report) -> list[tuple[Fate, int, int]]:
@@ -151,19 +149,19 @@ def fates(report: Report) -> list[tuple[Fate, int, int]]:
     return rows
 
 
-def copy_groups(report: Report) -> list[Group]:
+def copy_groups(report: Report) -> list[ByReason]:
     """The copies of the ledger by reason, most bytes first."""
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
     return _grouped(copied, lambda e: ("copy", str(e.reason)), lambda e: _example(e.value, e.op, e.line))
 
 
-def refusal_groups(report: Report) -> list[Group]:
+def refusal_groups(report: Report) -> list[ByReason]:
     """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last."""
 
     def example(r: Refusal) -> str:
         return _example("", r.op, IN_UPDATE if _is_of_update(r) else str(r.site or ""))
 
-    def grouped(refusals: Sequence[Refusal]) -> list[Group]:
+    def grouped(refusals: Sequence[Refusal]) -> list[ByReason]:
         return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
 
     others = grouped([r for r in report.refusals if not _is_of_update(r)])
@@ -184,12 +182,12 @@ def _grouped(
     rows: Sequence[Entry] | Sequence[Refusal],
     key: Callable[..., tuple[str, str]],
     example: Callable[..., str],
-) -> list[Group]:
+) -> list[ByReason]:
     groups: dict[tuple[str, str], list[Entry | Refusal]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     made = [
-        Group(
+        ByReason(
             clean(decision),
             clean(reason),
             len(members),
@@ -215,12 +213,7 @@ def _headline(report: Report) -> list[str]:
     (peak, *peaks), (above, *aboves) = headline(report)
     lines += [row(peak, *peaks), row(f"  {above}", *aboves), row("  resident", show_bytes(report.resident_bytes))]
     lines += [row(f"    {clean(role)}"[:24], show_bytes(size)) for role, size in report.resident.items()]
-    bound = report.lower_bound_bytes
-    lines += note(
-        "arena",
-        show_bytes(report.arena_bytes),
-        f"lower bound {show_bytes(bound)}, {show_ratio(report.arena_bytes, bound)}",
-    )
+    lines += note(*arena_row(report))
     lines += note("allocations per step", f"{report.allocations_per_step:,}", _allocations(report))
     lines += note("copied per step", show_bytes(report.copied_bytes), "")
     if report.rebuilt_ops:
@@ -266,7 +259,7 @@ def _at_peak(report: Report) -> list[str]:
     return lines
 
 
-def _groups(title: str, done: str, groups: Sequence[Group]) -> list[str]:
+def _groups(title: str, done: str, groups: Sequence[ByReason]) -> list[str]:
     if not groups:
         return []
     lines = [heading(title)]

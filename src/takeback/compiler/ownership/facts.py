@@ -68,6 +68,7 @@ class Refused(enum.StrEnum):
     GEOMETRY = "the operand has another shape, stride or dtype"
     PART = "the operand is only a part of its buffer"
     OVERLAP = "another operand looks at the same bytes in another order"
+    OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What is rebuilt, as data: a `Choice` is a set of "run op i again just before op j", and nothing else.
+"""What is rebuilt, as data: a `Choice` is a set of "rebuild op i just before op j", and nothing else.
 
     keep:     v = gelu(h) ............ v is alive over the peak ............ mm(dy, v)
     rebuild:  v = gelu(h) .. v dies ..         (h is alive anyway)     .. v' = gelu(h); mm(dy, v')
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from takeback.compiler.passes.again import gives, run_again
 from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.rebuildable import rebuild, rebuild_gives
 from takeback.compiler.program import Buffer, BufferId, Op, Region, map_regions
 
 
@@ -39,7 +39,7 @@ def fixed_buffers(draft: Draft) -> frozenset[BufferId]:
 
 
 def apply(draft: Draft, choice: Choice) -> Draft:
-    """The program with the chosen ops run again, and their later readers reading the new results."""
+    """The program with the chosen ops rebuilt, and their later readers reading the new results."""
     program = draft.program
     fixed = fixed_buffers(draft)
     buffers: dict[BufferId, Buffer] = dict(program.buffers)
@@ -50,13 +50,15 @@ def apply(draft: Draft, choice: Choice) -> Draft:
     rebuilt: set[BufferId] = set()
     out: list[Op] = []
     for position, op in enumerate(program.ops):
-        for again in todo.get(position, ()):
-            source = program.ops[again]
-            made, copies = run_again(source, program.device_type, buffers)
+        for earlier in todo.get(position, ()):
+            source = program.ops[earlier]
+            made, copies = rebuild(source, program.device_type, buffers)
             out += [_reading(one, newest) for one in made]
             rebuilt |= {r.buffer for one in made for r in one.outputs}
             newest |= {
-                old: copies[old] for old in (r.buffer for r in gives(source, program.device_type)) if old not in fixed
+                old: copies[old]
+                for old in (r.buffer for r in rebuild_gives(source, program.device_type))
+                if old not in fixed
             }
         out.append(_reading(op, newest))
     return replace(

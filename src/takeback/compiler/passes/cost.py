@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -35,7 +36,7 @@ _WINDOWS = frozenset(("max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second, as run/calibrate.py measured it."""
+    """What a machine does in a second, as run/calibrate.py found it."""
 
     bytes_per_s: float
     maths_per_s: float  #: elements of an exponential function, or of the like
@@ -43,6 +44,7 @@ class Rates:
     flops_per_s: Mapping[str, float] = field(default_factory=dict)  #: of a matrix product, by dtype
     convolution: float = 1.0  #: operations a second of a convolution, relative to a matrix product's
     attention: float = 1.0  #: of a fused attention
+    source: Literal["measured", "table"] = "measured"  #: the table where measuring was not steady
 
     def product(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")

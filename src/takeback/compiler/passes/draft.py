@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from takeback.compiler.program import BufferId, Program, Site
+
+
+class Home(enum.Enum):
+    """Who gives a plan's values their bytes, and so what a plan may ask for."""
+
+    ARENA = "one arena of ours: every result has an offset, also inside kernels that allocate their results"
+    ALLOCATOR = "the device's own allocator: a result lies where its kernel took bytes for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +75,14 @@ class Draft:
 
     program: Program
     kept: frozenset[BufferId] = frozenset()
+    home: Home = Home.ARENA
     placements: Mapping[BufferId, Placement] = field(default_factory=dict)
     moves: tuple[Moved, ...] = ()
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
+    planned_peak_bytes: int | None = None  #: what the choice of what to rebuild comes to, if one was made
     refusals: tuple[Refusal, ...] = ()
+    notes: tuple[str, ...] = ()  #: what the user should know of how this plan was found
+    passes: tuple[str, ...] = ()  #: the names of those that have run, in order
 
 
 def slot_of(draft: Draft, buffer: BufferId) -> BufferId:

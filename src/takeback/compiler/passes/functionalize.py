@@ -12,7 +12,7 @@ import torch
 
 from takeback.compiler.ownership.facts import inplace_overload, out_overload
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Phase, Region, Role, Special, map_regions
+from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Phase, Region, Role, Special, renaming
 from takeback.compiler.schema import schema_of
 
 
@@ -22,41 +22,19 @@ def functionalize(draft: Draft) -> Draft:
     buffers = dict(program.buffers)
     current: dict[BufferId, BufferId] = {}
     ops: list[Op] = []
-
-    def change(region: Region) -> Region:
-        target = current.get(region.buffer)
-        return region if target is None else replace(region, buffer=target)
-
+    change = renaming(current)  # by what `current` says at the time
     for op in program.ops:
-        args, kwargs = map_regions(op.args, change), {k: map_regions(v, change) for k, v in op.kwargs.items()}
-        assert isinstance(args, tuple)
         target = _functional(op, buffers)
-        if target is not None:
-            [mutated] = op.mutates
-            fresh = BufferId(len(buffers))
-            buffers[fresh] = Buffer(fresh, buffers[mutated].size_bytes, Role.INTERNAL)
-            current[mutated] = fresh
-            results = map_regions(op.results, change)
-            assert isinstance(results, tuple)
-            ops.append(replace(op, target=target, args=args, kwargs=kwargs, results=results, mutates=()))
+        if target is None:
+            ops.append(op.map(reads=change, writes=change))
             continue
-        results = map_regions(op.results, change)
-        assert isinstance(results, tuple)
-        mutates = tuple(current.get(b, b) for b in op.mutates)
-        scratch = tuple(
-            replace(s, result=current.get(s.result, s.result)) if s.result is not None else s for s in op.scratch
-        )
-        ops.append(replace(op, args=args, kwargs=kwargs, results=results, mutates=mutates, scratch=scratch))
-    done = replace(
-        program,
-        ops=tuple(ops),
-        buffers=buffers,
-        loss=change(program.loss),
-        aux=tuple(change(r) for r in program.aux),
-        grads={i: change(r) for i, r in program.grads.items()},
-        grad_norm=change(program.grad_norm) if program.grad_norm else None,
-        found_inf=change(program.found_inf) if program.found_inf else None,
-    )
+        [mutated] = op.mutates
+        fresh = BufferId(len(buffers))
+        buffers[fresh] = Buffer(fresh, buffers[mutated].size_bytes, Role.INTERNAL)
+        read = replace(op, target=target, mutates=()).map(reads=change)
+        current[mutated] = fresh
+        ops.append(read.map(writes=change))
+    done = replace(program, ops=tuple(ops), buffers=buffers).map_named(change)
     return replace(draft, program=done, kept=frozenset(current.get(b, b) for b in draft.kept))
 
 

@@ -1,7 +1,8 @@
 """Writes results onto operands that die at the very op: the operand's bytes become the result's.
 
 A result may take an operand's bytes if the op's kernel allows it (ownership/facts.py), nobody reads the operand
-afterwards, it is not the caller's, and both have the same shape, strides and dtype over the whole buffer.
+afterwards, it is not the caller's, and both have the same shape, strides and dtype over the whole buffer. Where the
+device's own allocator places, the kernel must also be one that writes into given bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from takeback.compiler.ownership.facts import Refused, geometry_refusal, overwritable_operands
+from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import lifetimes
-from takeback.compiler.passes.draft import Borrowed, Draft, Fresh, Overwrites, Placement, Refusal
+from takeback.compiler.passes.draft import Borrowed, Draft, Fresh, Home, Overwrites, Placement, Refusal
 from takeback.compiler.program import BufferId, Op, Region
 
 
@@ -32,7 +34,10 @@ def overwrite(draft: Draft) -> Draft:
             return geometry
         if operand.buffer in returned:
             return Refused.RETURNED
-        return Refused.READ_LATER if alive[operand.buffer].end > position + 1 else None
+        if alive[operand.buffer].end > position + 1:
+            return Refused.READ_LATER
+        allocates = draft.home is Home.ALLOCATOR and kind_of(op, overwrites=True) is Kind.ALLOCATE
+        return Refused.OWN_RESULT if allocates else None
 
     for position, op in enumerate(program.ops):
         operands = overwritable_operands(op)

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from takeback import flat
 from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.passes.draft import Draft, Packed, Placement, Refusal, slot_of
 from takeback.compiler.program import BufferId, Phase, Region
-
-ALIGNMENT_BYTES = 64  #: what the plan aligns to; it raises where a slice is not
 
 
 def pack(draft: Draft) -> Draft:
@@ -26,8 +23,7 @@ def pack(draft: Draft) -> Draft:
     first_update = next((i for i, op in enumerate(program.ops) if op.phase is Phase.UPDATE), len(program.ops))
     placements: dict[BufferId, Placement] = dict(draft.placements)
     refusals: list[Refusal] = []
-    ends: dict[torch.dtype, int] = {}
-    packed: set[BufferId] = set()
+    packed: dict[BufferId, Region] = {}
 
     def refused(region: Region) -> str | None:
         buffer = program.buffers[region.buffer]
@@ -49,10 +45,9 @@ def pack(draft: Draft) -> Draft:
             assert program.flags is None, f"a group needs this slice, but {reason}"
             refusals.append(Refusal("pack", "gradient", region.buffer, size, reason))
             continue
-        slot = slot_of(draft, region.buffer)
-        packed.add(slot)
-        if size:
-            start = ends.get(region.dtype, 0)
-            placements[slot] = Packed(str(region.dtype).removeprefix("torch."), start)
-            ends[region.dtype] = start + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        packed[slot_of(draft, region.buffer)] = region
+    layout = flat.lay_out([(region.numel, region.dtype) for region in packed.values()])
+    for i, (slot, region) in enumerate(packed.items()):
+        if region.numel:
+            placements[slot] = Packed(str(region.dtype).removeprefix("torch."), layout.start_bytes(i))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))

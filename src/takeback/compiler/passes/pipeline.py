@@ -1,63 +1,128 @@
-"""The table of contents of the compiler: which passes run, in which order."""
+"""The table of contents of the compiler: which passes there are, in which order they run, and what each is told.
+
+`PIPELINE` is the list that runs, for every device and every `memory=`. A stage that has nothing to do in a plan says
+why. After each one the form of the program is checked, so that a broken pass is found at its own door.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from takeback.compiler.form import check_form
 from takeback.compiler.passes.advance import advance
 from takeback.compiler.passes.chunk_loss import chunk_loss
-from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.functionalize import functionalize
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
-from takeback.compiler.passes.recompute import Goal, Progress, recompute
+from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
-from takeback.compiler.program import Op
+from takeback.compiler.program import BufferId, Program
 
-Pass = Callable[[Draft], Draft]
+_KEEP = Keep()
 
-PASSES: tuple[Callable[..., Draft], ...] = (
-    functionalize,
-    move,
-    chunk_loss,
-    reduce,
-    advance,
-    recompute,
-    overwrite,
-    pack,
+
+@dataclass(frozen=True)
+class PassSettings:
+    """What a plan is made for. Each pass is told the part that concerns it."""
+
+    home: Home = Home.ARENA
+    early: bool = False  #: each parameter is updated as soon as its gradient is complete
+    sharing: Sharing | None = None  #: gradients are averaged over a group
+    goal: Goal = _KEEP
+    chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
+
+
+def _nothing(settings: PassSettings) -> dict[str, object]:
+    return {}
+
+
+def _never(settings: PassSettings) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pass in the list: `binds` picks what it is told, `idle` says why it has nothing to do, or None."""
+
+    run: Callable[..., Draft]
+    binds: Callable[[PassSettings], Mapping[str, object]] = _nothing
+    idle: Callable[[PassSettings], str | None] = _never
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def _idle_reduce(settings: PassSettings) -> str | None:
+    return "there is no group to average over" if settings.sharing is None else None
+
+
+def _idle_advance(settings: PassSettings) -> str | None:
+    return None if settings.early else "update='end': the optimizer runs after the backward"
+
+
+def _idle_recompute(settings: PassSettings) -> str | None:
+    return "memory='keep': nothing is computed twice" if isinstance(settings.goal, Keep) else None
+
+
+def _idle_pack(settings: PassSettings) -> str | None:
+    if settings.home is not Home.ARENA:
+        return "the device's own allocator places, so gradients cannot lie side by side"
+    return "update='early': there is no moment at which all gradients are alive" if settings.early else None
+
+
+PIPELINE: tuple[Stage, ...] = (
+    Stage(functionalize),
+    Stage(move),
+    Stage(chunk_loss),
+    Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),
+    Stage(advance, idle=_idle_advance),
+    # What makes one op of several comes here: the step is in its final form, and nothing has been decided about bytes.
+    Stage(
+        recompute,
+        lambda s: {"goal": s.goal, "chooser": s.chooser},
+        _idle_recompute,
+    ),
+    Stage(overwrite),
+    Stage(pack, idle=_idle_pack),
 )
 
+Watcher = Callable[[str, Draft, Draft | str], None]
+"""Told of each stage: its name, the draft before it, and the draft after it or why it had nothing to do."""
 
-def passes_for(
-    goal: Goal | None = None,
+
+def run_passes(
+    program: Program,
+    kept: frozenset[BufferId] = frozenset(),
+    settings: PassSettings | None = None,
     *,
-    early: bool = False,
-    sharing: Sharing | None = None,
-    places: bool = True,
-    seconds: Callable[[Op], float] = lambda op: 1.0,
-    limit_s: float = 10.0,
-    progress: Progress | None = None,
-) -> tuple[Pass, ...]:
-    """The passes with their settings bound. Without a goal nothing is rebuilt; `early` moves the updates up, and then
-    there is no moment at which all gradients are alive and could be one flat buffer. `sharing` averages the gradients
-    over a group. `places`: False for what comes before the placement table is filled."""
-    bound: dict[Callable[..., Draft], Pass | None] = {recompute: None}
-    bound[reduce] = None if sharing is None else functools.partial(reduce, sharing=sharing)
-    if not early:
-        bound[advance] = None
-    if early or not places:
-        bound[pack] = None
-    if not places:
-        bound[overwrite] = None
-    if goal is not None:
-        bound[recompute] = functools.partial(recompute, goal=goal, seconds=seconds, limit_s=limit_s, progress=progress)
-    chosen = (bound.get(p, p) for p in PASSES)
-    return tuple(p for p in chosen if p is not None)
-
-
-def run_passes(draft: Draft, passes: Sequence[Pass]) -> Draft:
-    for each in passes:
-        draft = each(draft)
+    stages: Sequence[Stage] = PIPELINE,
+    before: Callable[..., Draft] | None = None,
+    watch: Watcher | None = None,
+) -> Draft:
+    """The program through all passes, or only through those that come before the pass `before`."""
+    settings = settings or PassSettings()
+    draft = Draft(program, kept, settings.home)
+    check_form(program, kept)
+    for stage in stages:
+        if stage.run is before:
+            break
+        reason = stage.idle(settings)
+        if reason is None:
+            after = stage.run(draft, **stage.binds(settings))
+            check_form(after.program, after.kept)
+            after = replace(after, passes=(*draft.passes, stage.name))
+        if watch is not None:
+            watch(stage.name, draft, after if reason is None else reason)
+        if reason is None:
+            draft = after
     return draft
+
+
+def search_of(program: Program, kept: frozenset[BufferId], settings: PassSettings) -> Search:
+    """What knows the whole frontier of a program: peak against added time, after the passes before `recompute`."""
+    assert settings.chooser is not None
+    return settings.chooser.search(run_passes(program, kept, settings, before=recompute))

@@ -4,34 +4,64 @@
     rebuild:  v = gelu(h) .. v dies ..         (h is alive anyway)     .. v' = gelu(h); mm(dy, v')
 
 The peak that counts is that of the whole step: transients, gradients and scratch included, dying operands overwritten.
-What is rebuilt has eager's bits (again.py); which values it is, is data of its own (choice.py).
+What is rebuilt has eager's bits (rebuildable.py). Which values it is, is an integer problem (candidates.py poses it,
+plan/ solves and checks it) and then data of its own (choice.py).
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from takeback.compiler.ownership.curve import alive_bytes
+from takeback.compiler.passes.candidates import candidates, choice_of
 from takeback.compiler.passes.choice import Choice, apply
 from takeback.compiler.passes.draft import Draft, slot_of
-from takeback.compiler.passes.fallback import cheapest_first
-from takeback.compiler.passes.menu import Menu
 from takeback.compiler.passes.overwrite import overwrite
-from takeback.compiler.passes.solve import WORTH, Solution, Solver
+from takeback.compiler.plan.rebuild_check import check_answer
+from takeback.compiler.plan.rebuild_greedy import cheapest_first
+from takeback.compiler.plan.rebuild_problem import RebuildAnswer
+from takeback.compiler.plan.rebuild_rows import RebuildRows
+from takeback.compiler.plan.rebuild_solve import WORTH, Effort, Outcome, RebuildSolver
 from takeback.compiler.program import Op
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
+#: How far a search goes, in visits of the solver (plan/rebuild_solve.py).
+_LOWEST_VISITS = 100
+_LEVEL_VISITS = 60
+
+_STRUCK = (
+    "The search for what to rebuild was ended by solve_s={limit_s:g} seconds: on a busier or an idler machine the plan may "
+    "be another one, and a larger solve_s may find a lower peak."
+)
+_UNPROVED = (
+    "The search for what to rebuild ended with its budget of work, which is the same on every machine, and not with a proof "
+    "that no choice is better: a lower peak may exist."
+)
+_UNPROVED_LEVELS = (
+    "For {unproved} of {levels} peaks, the search for the cheapest way to keep below it ended with its budget of work, which "
+    "is the same on every machine, and not with a proof: a cheaper way may exist."
+)
+_GREEDY = (
+    "The search for what to rebuild found no choice within its limits: what is cheapest to rebuild for its size is rebuilt "
+    "instead, and a lower peak may exist."
+)
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Nothing is rebuilt."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lowest:
-    """The lowest peak worth its cost (solve.py says what is)."""
+    """The lowest peak worth its cost (plan/rebuild_solve.py says what is)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +71,14 @@ class Within:
     share: float
 
 
-Goal = Lowest | Within
+@dataclass(frozen=True, slots=True)
+class Below:
+    """The cheapest choice whose planned values peak at no more than `room_bytes`; the lowest peak where there is none."""
+
+    room_bytes: int
+
+
+Goal = Keep | Lowest | Within | Below
 
 
 @dataclass(frozen=True)
@@ -53,12 +90,15 @@ class Point:
     added_s: float
 
 
-def recompute(
-    draft: Draft, *, goal: Goal, seconds: Callable[[Op], float], limit_s: float, progress: Progress | None = None
-) -> Draft:
-    """The draft with the choice for `goal` made."""
-    search = Search(draft, seconds, limit_s, progress)
-    return apply(draft, search.lowest(goal.share if isinstance(goal, Within) else None).choice)
+def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
+    """The draft with the choice for `goal` made, and what is to be known of the search among its notes. Where nothing is
+    below the room of a `Below`, the lowest peak is taken: the caller compares."""
+    if isinstance(goal, Keep):
+        return draft
+    search = chooser.search(draft)
+    point = search.point(goal)
+    changed = apply(draft, point.choice)
+    return replace(changed, planned_peak_bytes=point.peak_bytes, notes=(*changed.notes, *search.notes))
 
 
 def planned_peak(draft: Draft) -> int:
@@ -68,74 +108,148 @@ def planned_peak(draft: Draft) -> int:
     return max(alive_bytes(draft.program, slots, draft.kept), default=0)
 
 
+class Chooser:
+    """What a list of passes is bound to: the cost of an op, the guard, and the last search, so that the list may be run
+    again for another goal without searching twice."""
+
+    def __init__(self, seconds: Callable[[Op], float], limit_s: float, progress: Progress | None = None) -> None:
+        self.seconds = seconds
+        self._make = functools.partial(Search, seconds=seconds, limit_s=limit_s, progress=progress)
+        self._last: Search | None = None
+
+    def search(self, draft: Draft) -> Search:
+        """The search for a draft: the last one if that was for the same."""
+        if self._last is None or not _same(self._last.draft, draft):
+            self._last = self._make(draft)
+        return self._last
+
+
+def _same(one: Draft, other: Draft) -> bool:
+    """True if a choice for one draft is that for the other."""
+    a, b = one.program, other.program
+    same = (a.ops, a.buffers, one.kept, one.home) == (b.ops, b.buffers, other.kept, other.home)
+    return same and a.device_type == b.device_type and (a.returned, a.grads) == (b.returned, b.grads)
+
+
 class Search:
-    """Finds choices for one draft. All of them together take no more than about `limit_s`."""
+    """Finds choices for one draft: the same ones for the same draft and costs, unless the guard strikes. All of them
+    together take no more than about `limit_s`."""
 
     def __init__(
         self, draft: Draft, seconds: Callable[[Op], float], limit_s: float, progress: Progress | None = None
     ) -> None:
         self.draft = draft
         self._say = progress or (lambda text: None)
+        self._limit_s = limit_s
         self._deadline = time.monotonic() + limit_s
-        self._menu = Menu(draft, seconds)
+        self._rows = RebuildRows(candidates(draft, seconds))
         self.step_s = sum(map(seconds, draft.program.ops))
         self.keep = Point(Choice(), planned_peak(draft), 0.0)
-        self.cut_short = False  #: the time limit ended a search that might have found something lower
-        self._solver = self._solver_of(_GROUPS) if self._menu.rebuild else None
+        self._struck = False  # the guard ended a search
+        self._notes: dict[str, None] = {}
+        self._lowest: dict[float | None, tuple[Point, RebuildAnswer | None]] = {}
+        self._frontier: tuple[Point, ...] | None = None
+        self._solver = RebuildSolver(self._rows, groups=_GROUPS) if self._rows.run else None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the searches so far."""
+        return tuple(self._notes)
+
+    @property
+    def cut_short(self) -> bool:
+        """True if the guard in seconds ended a search: with more time something lower may be found."""
+        return self._struck
+
+    def point(self, goal: Goal) -> Point:
+        """The choice for a goal."""
+        match goal:
+            case Keep():
+                return self.keep
+            case Lowest():
+                return self.lowest()
+            case Within(share):
+                return self.lowest(share)
+            case Below(room_bytes):
+                return self._below(room_bytes)
+
+    def _below(self, room_bytes: int) -> Point:
+        if self.keep.peak_bytes <= room_bytes:
+            return self.keep
+        points = self.frontier()  # each is cheaper than all that are lower
+        return next((p for p in points if p.peak_bytes <= room_bytes), points[-1])
 
     def lowest(self, share: float | None = None) -> Point:
-        """The lowest peak, for no more than a share of the step's time if one is given."""
-        solver = self._solver
-        if solver is None or time.monotonic() >= self._deadline:
-            self.cut_short = solver is not None
-            return self.keep
+        """The lowest peak worth its cost, for no more than a share of the step's time if one is given."""
+        if share not in self._lowest:
+            self._lowest[share] = self._find_lowest(share)
+        return self._lowest[share][0]
+
+    def _find_lowest(self, share: float | None) -> tuple[Point, RebuildAnswer | None]:
+        if self._solver is None:
+            return self.keep, None
         self._say("looking for the lowest peak")
-        most = float("inf") if share is None else share * self.step_s
+        most_ns = None if share is None else int(share * self._rows.problem.step_ns)
         # What is decided alike for all copies of a block is found soon, and a start for the rest.
-        now = time.monotonic()
-        alike = self._solver_of(1).lowest_peak(most, deadline=now + 0.4 * (self._deadline - now))
-        now = time.monotonic()
-        each = solver.lowest_peak(most, deadline=now + 0.5 * (self._deadline - now), start=alike)
-        self.cut_short = self.cut_short or each is None or not each.proved
-        points = [self._point(s) for s in (alike, each) if s is not None]
-        if not points:  # nothing was found in time
-            for choice, added in cheapest_first(self._menu, most):
-                points.append(Point(choice, planned_peak(apply(self.draft, choice)), added))
-        best = min(points, key=self._worth, default=self.keep)
-        return best if best.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN) else self.keep
-
-    def _worth(self, point: Point) -> tuple[float, int]:
-        """What the solver minimises, with the peak that a choice really comes to."""
-        return point.peak_bytes / self.keep.peak_bytes + WORTH * point.added_s / self.step_s, point.peak_bytes
-
-    def _solver_of(self, groups: int) -> Solver:
-        return Solver(self._menu, step_seconds=self.step_s, groups=groups)
+        alike = RebuildSolver(self._rows, groups=1).lowest_peak(most_ns, self._effort(_LOWEST_VISITS))
+        each = self._solver.lowest_peak(most_ns, self._effort(_LOWEST_VISITS), alike.answer)
+        self._note_seconds(alike, each)
+        if not each.proved and not each.struck:
+            self._notes[_UNPROVED] = None
+        answers = [found.answer for found in (alike, each) if found.answer is not None]
+        if not answers:
+            self._notes[_GREEDY] = None
+            answers = cheapest_first(self._rows, most_ns)
+        found = min(((self._point(a), a) for a in answers), key=lambda one: self._worth(one[0]), default=None)
+        gains = found is not None and found[0].peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
+        return found if found is not None and gains else (self.keep, None)
 
     def frontier(self) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The
         same program has the same frontier whatever is asked of it, so a larger budget never costs more time."""
+        if self._frontier is None:
+            self._frontier = self._find_frontier()
+        return self._frontier
+
+    def _find_frontier(self) -> tuple[Point, ...]:
         end = self.lowest()
         if self._solver is None or end is self.keep:
             return (self.keep,)
         points = [self.keep, end]
         top, bottom = self.keep.peak_bytes, end.peak_bytes
-        start: Solution | None = None
+        start = self._lowest[None][1]
+        unproved = 0
         for level in range(1, _LEVELS):
             target = bottom + (top - bottom) * level // _LEVELS
             self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {_LEVELS - 1})")
-            now = time.monotonic()
-            share = max((self._deadline - now) / (_LEVELS - level), 0.25)
-            found = self._solver.lowest_cost(target, deadline=now + share, start=start)
-            if found is not None:
-                start = found
-                points.append(self._point(found))
+            found = self._solver.lowest_cost(target, self._effort(_LEVEL_VISITS), start)
+            self._note_seconds(found)
+            unproved += not found.proved and not found.struck
+            if found.answer is not None:  # below this level, and so below the next
+                start = found.answer
+                points.append(self._point(found.answer))
+        if unproved:
+            self._notes[_UNPROVED_LEVELS.format(unproved=unproved, levels=_LEVELS - 1)] = None
         best: list[Point] = []
         for point in sorted(points, key=lambda p: (p.added_s, p.peak_bytes)):
             if not best or point.peak_bytes < best[-1].peak_bytes:
                 best.append(point)
         return tuple(best)
 
-    def _point(self, solution: Solution) -> Point:
-        """What the solution really comes to: the model counts an overwriting less here and there."""
-        choice = self._menu.choice(solution.ones)
-        return Point(choice, planned_peak(apply(self.draft, choice)), solution.seconds)
+    def _effort(self, visits: int) -> Effort:
+        return Effort(visits, self._deadline)
+
+    def _note_seconds(self, *outcomes: Outcome) -> None:
+        if any(found.struck for found in outcomes):
+            self._struck = True
+            self._notes[_STRUCK.format(limit_s=self._limit_s)] = None
+
+    def _worth(self, point: Point) -> tuple[float, int]:
+        """What the solver minimises, with the peak that a choice really comes to."""
+        return point.peak_bytes / self.keep.peak_bytes + WORTH * point.added_s / self.step_s, point.peak_bytes
+
+    def _point(self, answer: RebuildAnswer) -> Point:
+        """What the answer really comes to: the rows count an overwriting less here and there."""
+        check_answer(self._rows.problem, answer)
+        choice = choice_of(self._rows.problem, answer)
+        return Point(choice, planned_peak(apply(self.draft, choice)), answer.cost_ns / 1e9)

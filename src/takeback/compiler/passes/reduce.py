@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role, Special, map_regions
+from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role, Special
+from takeback.flat import Bucket
 
 aten = torch.ops.aten
 
@@ -31,21 +32,13 @@ class Slice:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """A bucket: which slices it holds (position 0 stands for the flags, i + 1 for slice i), and its elements, padding
-    between slices included."""
-
-    members: tuple[int, ...]
-    numel: int
-
-
 @dataclass(frozen=True)
 class Sharing:
-    """What every rank of the group has agreed on. `buckets` are in the order in which they are handed over."""
+    """What every rank of the group has agreed on. `buckets` are in the order in which they are handed over; of their
+    members 0 stands for the flags, i + 1 for slice i."""
 
     slices: tuple[Slice, ...]
-    buckets: tuple[Handover, ...]
+    buckets: tuple[Bucket, ...]
 
     @property
     def flag_dtype(self) -> torch.dtype:
@@ -162,21 +155,12 @@ def _buffers(regions: tuple[Region, ...]) -> tuple[BufferId, ...]:
 
 def _reading(op: Op, copied: Mapping[Region, Region]) -> Op:
     """An op of the update, on the slices in place of the gradients that were copied there."""
-    if not any(r.buffer == old.buffer for r in op.inputs for old in copied):
-        return op
-    into: dict[BufferId, list[BufferId]] = {}
 
     def change(region: Region) -> Region:
+        begin, end = region.span_bytes
         for old, new in copied.items():
-            begin, end = region.span_bytes
             if region.buffer == old.buffer and old.span_bytes[0] <= begin and end <= old.span_bytes[1]:
-                into.setdefault(old.buffer, []).append(new.buffer)
                 return replace(region, buffer=new.buffer, offset=region.offset - old.offset)
         return region
 
-    args, results = map_regions(op.args, change), map_regions(op.results, change)
-    assert isinstance(args, tuple)
-    assert isinstance(results, tuple)
-    kwargs = {k: map_regions(v, change) for k, v in op.kwargs.items()}
-    mutates = tuple(dict.fromkeys(b for old in op.mutates for b in into.get(old, [old])))
-    return replace(op, args=args, kwargs=kwargs, results=results, mutates=mutates)
+    return op.map(reads=change, writes=change)

@@ -24,7 +24,7 @@ import torch
 
 from takeback.errors import PlanError
 from takeback.native import load as load_native
-from takeback.options import cache_dir as default_cache_dir
+from takeback.options import open_cache
 
 _SOURCE = Path(__file__).parent / "native" / "allocator.cpp"
 _TORCH = Path(torch.__file__).parent
@@ -42,7 +42,7 @@ MISS = np.dtype([("op", np.int64), ("size_bytes", np.int64)])
 """One request that the script did not expect."""
 
 
-class Counters(ctypes.Structure):
+class RequestCounts(ctypes.Structure):
     """What happened between enter and leave; worker counts are of the whole process, filled in by leave."""
 
     _fields_ = [
@@ -107,7 +107,7 @@ class Session:
         self._enter = library.tb_enter
         self._leave = library.tb_leave
         weakref.finalize(self, library.tb_session_delete, handle).atexit = False
-        self.counters = Counters.from_address(library.tb_counters(handle))
+        self.counters = RequestCounts.from_address(library.tb_counters(handle))
         """Live, and reset by the next enter."""
 
     def enter(self, *, log: bool = False) -> None:
@@ -165,12 +165,12 @@ class Script(Session):
         super().__init__(library, handle, cell)
         self.arena = arena
 
-    def replay(self, *, log: bool = False) -> Replay:
+    def replay(self, *, log: bool = False) -> EnteredScript:
         """A context in which this thread is answered from the arena; with `log`, events are kept as well."""
-        return Replay(self, log)
+        return EnteredScript(self, log)
 
 
-class Replay:
+class EnteredScript:
     """The context manager of `Script.replay`; gives the script."""
 
     __slots__ = ("_log", "_script")
@@ -268,10 +268,8 @@ _load_lock = threading.Lock()
 def _load(cache_dir: Path | None, compiler: str) -> Native | None:
     built_from = (torch.__version__, str(torch.version.git_version))
     try:
-        folder = cache_dir or default_cache_dir()
-        native, unkept = load_native(
-            _SOURCE, _flags(), _open, cache_dir=folder, compiler=compiler, built_from=built_from
-        )
+        cache = open_cache(cache_dir)
+        return load_native(_SOURCE, _flags(), _open, cache=cache, compiler=compiler, built_from=built_from)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _warn(
             f"the native CPU allocator is not available: {error}. Everything works, but on CPU the memory "
@@ -279,13 +277,6 @@ def _load(cache_dir: Path | None, compiler: str) -> Native | None:
             f"({compiler!r} was tried), make sure that the temporary folder has room, and start again."
         )
         return None
-    if unkept is not None:
-        _warn(
-            f"cannot keep the compiled CPU allocator in {folder} ({unkept}). It works, but is "
-            "compiled anew in every process, which takes about 2 s. Make that folder writable, or "
-            "set XDG_CACHE_HOME to one that is."
-        )
-    return native
 
 
 def _flags() -> list[str]:

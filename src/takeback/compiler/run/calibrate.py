@@ -1,6 +1,8 @@
-"""Measures what this machine does in a second, once: a second of small experiments, kept in the cache directory.
+"""Finds what this machine does in a second, once: about a second of small experiments, kept in the cache directory.
 
-The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact.
+The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact. They are measured
+twice over; where the two halves disagree the machine is busy, and the table's row for it is taken instead
+(rate_table.py). That is kept as well: the same machine goes on planning with the same rates.
 """
 
 from __future__ import annotations
@@ -16,18 +18,28 @@ from pathlib import Path
 
 import torch
 
-from takeback.compiler.passes.cost import Rates
+from takeback.compiler.passes.cost import Rates, seconds
+from takeback.compiler.program import Op, Program
+from takeback.compiler.run.rate_table import table_rates
+from takeback.options import cache_dir
 
-_VERSION = 4
+_VERSION = 5
 _BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
 _SIDE = 1024
 _OPS = 300
 _TURNS = 12
+_STEADY = 1.3  #: two halves of the turns that differ by more than this factor were measured on a busy machine
 
 
 def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
     """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
     return _rates(device, dtypes, cache, torch.get_num_threads())
+
+
+def cost_of(program: Program) -> Callable[[Op], float]:
+    """The predicted time of an op on this machine."""
+    dtypes = frozenset(r.dtype for op in program.ops for r in op.outputs)
+    return functools.partial(seconds, rates=rates(program.device_type, dtypes, cache_dir()))
 
 
 @functools.cache
@@ -44,13 +56,20 @@ def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Path, threads: in
 
 
 def measure(device: str, dtypes: Iterable[torch.dtype], known: Rates | None = None) -> Rates:
-    """Runs the experiments. What is `known` is not measured again."""
+    """Runs the experiments; the table's rates where they do not agree with themselves. What is `known` is not measured
+    again."""
+    dtypes = list(dtypes)
+    if known is not None and known.source == "table":
+        return _from_table(device, dtypes, known)
     tried: dict[str, Experiment] = {}
     with torch.no_grad(), torch.autocast(device, enabled=False):
         if known is None:
             tried |= _general(device)
         tried |= {_name(dtype): _product(device, dtype) for dtype in dtypes}
-        best = _best(tried, device)
+        halves = _halves(tried, device)
+    if any(max(a, b) > _STEADY * min(a, b) for a, b in halves.values()):
+        return _from_table(device, dtypes, known)
+    best = {name: min(pair) for name, pair in halves.items()}
     speeds = {name: each.amount / best[name] for name, each in tried.items()}
     products = {name: speeds[name] for name in map(_name, dtypes)}
     if known is not None:
@@ -113,19 +132,30 @@ def _product(device: str, dtype: torch.dtype) -> Experiment:
     return Experiment(lambda: torch.mm(a, a, out=out), 2 * side**3)
 
 
-def _best(tried: Mapping[str, Experiment], device: str) -> dict[str, float]:
-    """The least time of each, all taking turns: whatever disturbs the machine makes times longer, for all alike."""
+def _halves(tried: Mapping[str, Experiment], device: str) -> dict[str, tuple[float, float]]:
+    """The least time of each in the first and in the second half of the turns: whatever disturbs the machine makes times
+    longer, for all alike."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    best = dict.fromkeys(tried, float("inf"))
-    for turn in range(_TURNS):
+    best = {name: [float("inf"), float("inf")] for name in tried}
+    for turn in range(_TURNS + 1):
         for name, each in tried.items():
             wait()
             start = time.perf_counter()
             each.run()
             wait()
             if turn:  # the first ones warm up
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+                half = 2 * (turn - 1) // _TURNS
+                best[name][half] = min(best[name][half], time.perf_counter() - start)
+    return {name: (first, second) for name, (first, second) in best.items()}
+
+
+def _from_table(device: str, dtypes: Iterable[torch.dtype], known: Rates | None) -> Rates:
+    """The table's row. Of what is `known`, only the missing products are taken from it."""
+    row = table_rates(device, torch.cuda.get_device_name() if device == "cuda" else "", torch.get_num_threads())
+    products = {_name(dtype): row.product(dtype) for dtype in dtypes}
+    if known is None:
+        return dataclasses.replace(row, flops_per_s=products)
+    return dataclasses.replace(known, flops_per_s={**known.flops_per_s, **products}, source="table")
 
 
 def _machine(device: str, threads: int) -> str:
@@ -154,8 +184,11 @@ def _read(path: Path) -> Rates | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         found = Rates(**data)
-        numbers = [v for k, v in data.items() if k != "flops_per_s"] + list(found.flops_per_s.values())
-        usable = all(isinstance(n, float) and 0 < n < float("inf") for n in numbers)
+        plain = [v for k, v in data.items() if k not in ("flops_per_s", "source")]
+        numbers = plain + list(found.flops_per_s.values())
+        usable = found.source in ("measured", "table") and all(
+            isinstance(n, float) and 0 < n < float("inf") for n in numbers
+        )
         return found if usable and len(data) == len(dataclasses.fields(Rates)) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None

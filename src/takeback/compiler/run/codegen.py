@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload
+from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
-from takeback.compiler.run.calls import Kind, fastest
-from takeback.compiler.run.layout import Layout
+from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
 Update = Callable[[list[torch.Tensor], Sequence[float]], None]
@@ -81,7 +82,7 @@ def place(
     if external is not None:
         return over(external, region.dtype, region.shape, region.stride, region.offset)
     empty = torch.empty(0, dtype=region.dtype, device="cpu")
-    start = base + layout.offsets[region.buffer]
+    start = base + layout.placed.offsets[region.buffer]
     assert start % region.dtype.itemsize == 0
     offset = start // region.dtype.itemsize + region.offset
     return empty.set_(arena.untyped_storage(), offset, region.shape, region.stride)
@@ -149,7 +150,7 @@ class Emitter:
                 if self._grad[updating] is not op.grad_mode and kind is not Kind.RANDOM:
                     body.append(f"grad_mode({op.grad_mode})")
                     self._grad[updating] = op.grad_mode
-                if self._holds[updating] and any(e.result is None for e in self.layout.entries[position]):
+                if self._holds[updating] and any(e.result is None for e in self.layout.placed.requests[position]):
                     # The last result's bytes may be this op's scratch now. Let go of it first, or the allocator's log
                     # would take the scratch's release for that of the result.
                     body += ["cell[0] = -1", "r = None"]
@@ -283,8 +284,8 @@ def _deaths(layout: Layout) -> dict[int, list[tuple[int, int]]]:
     for slot, end in ends.items():
         size = layout.draft.program.buffers[slot].size_bytes
         if end < last and size:
-            found.setdefault(end - 1, []).append((layout.offsets[slot], layout.offsets[slot] + size))
-    for position, entries in enumerate(layout.entries):
+            found.setdefault(end - 1, []).append((layout.placed.offsets[slot], layout.placed.offsets[slot] + size))
+    for position, entries in enumerate(layout.placed.requests):
         for e in entries:
             if e.result is None and e.offset_bytes >= 0:
                 # Scratch that was released inside the op may lie where a result of the op lies now.
@@ -296,8 +297,8 @@ def _deaths(layout: Layout) -> dict[int, list[tuple[int, int]]]:
 
 def _results(layout: Layout, position: int) -> list[tuple[int, int]]:
     program = layout.draft.program
-    buffers = [r.buffer for r in program.ops[position].outputs if r.buffer in layout.offsets]
-    return [(layout.offsets[b], layout.offsets[b] + program.buffers[b].size_bytes) for b in buffers]
+    buffers = [r.buffer for r in program.ops[position].outputs if r.buffer in layout.placed.offsets]
+    return [(layout.placed.offsets[b], layout.placed.offsets[b] + program.buffers[b].size_bytes) for b in buffers]
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
@@ -311,7 +312,7 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
     names = emitter.names
     program = layout.draft.program
     for region in (*program.returned, *program.grads.values()):
-        if region.buffer in layout.offsets:
+        if region.buffer in layout.placed.offsets:
             names.region(region)
     everything = [
         *names.regions.values(),

@@ -1,14 +1,18 @@
-"""The eager recipe that a compiled step must equal, bit for bit: `verify_every`, demo and tests compare to it."""
+"""The eager step that a compiled one must equal, written down once: comparisons, the demo, benchmarks and tests run it.
+
+A `Recipe` says what a step is made of; its methods are the parts of that step, each as a user would write it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from takeback.compiler.capture.batch import microbatch
-from takeback.compiler.capture.session import split_loss
+from takeback.compiler.capture.loss import split_loss
 
 
 class Scaler(Protocol):
@@ -17,29 +21,56 @@ class Scaler(Protocol):
     def scale(self, loss: torch.Tensor, /) -> torch.Tensor: ...
 
 
-def eager_gradients(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    accumulate: int = 1,
-    scaler: Scaler | None = None,
-) -> torch.Tensor:
-    """zero_grad, then forward and backward per microbatch. Returns the detached loss; gradients are in `.grad`."""
-    kwargs = dict(kwargs or {})
-    model.zero_grad(set_to_none=True)
-    total: torch.Tensor | None = None
-    for index in range(accumulate):
-        part = (args, kwargs) if accumulate == 1 else microbatch((args, kwargs), index, accumulate)
-        loss, _, _ = split_loss(loss_fn(model, *part[0], **part[1]), loss_fn)
-        if accumulate > 1:
-            loss = loss / accumulate
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-        del loss
-    assert total is not None
-    return total
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  #: what loss_fn is called with besides the model
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The user's objects, and how a step is put together from them."""
+
+    model: torch.nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    accumulate: int = 1
+    clip_norm: float | None = None
+    scaler: torch.amp.GradScaler | None = None
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.model.parameters())
+
+    def backward_(self, batch: Batch, scaler: Scaler | None = None) -> torch.Tensor:
+        """zero_grad, then forward and backward for each microbatch, whose loss `scaler` multiplies. Returns the
+        detached loss; gradients are in `.grad`, neither unscaled nor clipped."""
+        self.model.zero_grad(set_to_none=True)
+        count = self.accumulate
+        total: torch.Tensor | None = None
+        for index in range(count):
+            args, kwargs = batch if count == 1 else microbatch(batch, index, count)
+            loss, _, _ = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            if count > 1:
+                loss = loss / count
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+            del loss
+        assert total is not None
+        return total
+
+    def update_(self) -> None:
+        """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizer's step, updates the scale."""
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            clip_(self.parameters, self.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def drop_grads_(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
 
 
 def eager_step(
@@ -54,14 +85,14 @@ def eager_step(
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
     """A whole step: gradients, clip, update. Returns the detached loss and leaves `.grad`."""
-    loss = eager_gradients(model, loss_fn, args, kwargs, accumulate=accumulate, scaler=scaler)
-    if clip_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+    recipe = Recipe(model, loss_fn, optimizer, accumulate=accumulate, clip_norm=clip_norm, scaler=scaler)
+    loss = recipe.backward_((args, dict(kwargs or {})), scaler)
+    recipe.update_()
     return loss
+
+
+def clip_(parameters: Sequence[torch.nn.Parameter], clip_norm: float | None) -> torch.Tensor | None:
+    """Clips what is in `.grad`, if that was asked for, and returns the norm before."""
+    if clip_norm is None:
+        return None
+    return torch.nn.utils.clip_grad_norm_([p for p in parameters if p.grad is not None], clip_norm)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.layout import Layout, asks_for_results, lay_out
 from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, regions
 from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
-from takeback.compiler.run.layout import Layout, asks_for_results, lay_out
+from takeback.compiler.run.execution import Placing
 from takeback.compiler.run.replay import Replay
 from takeback.parallel import Reducer
 
@@ -38,7 +39,11 @@ class Executor(Replay):
         self._script: Script | None = None
         self._compute: Compute | None = None
         self._update: Update | None = None
-        arena.reserve_(layout.arena_bytes)
+        arena.reserve_(layout.placed.size_bytes)
+
+    @property
+    def placing(self) -> Placing:
+        return Placing.ARENA if self._native is not None else Placing.ARENA_BESIDE_OPS
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
@@ -54,7 +59,7 @@ class Executor(Replay):
         )
 
     def _prepare_(self, *, log: bool) -> None:
-        self._arena.reserve_(self.layout.arena_bytes)
+        self._arena.reserve_(self.layout.placed.size_bytes)
         if self._generation == self._arena.generation:
             return
         extra: dict[str, object] = {
@@ -65,12 +70,12 @@ class Executor(Replay):
             "same_value": same_value,
             "changed": HeldValueChanged,
             "reduce": self._reduce(self._arena.tensor) if self._reducer is not None else None,
-            "whole": self._arena.tensor[: self.layout.arena_bytes],
+            "whole": self._arena.tensor[: self.layout.placed.size_bytes],
         }
         self._compute, self._update, _ = self.code.bind(self._arena.tensor, self.layout, self.program.externals, extra)
         if self._native is not None and self._arena.mapped is not None:
             first, sizes, offsets = [0], [], []
-            for entries in self.layout.entries:
+            for entries in self.layout.placed.requests:
                 for e in entries:
                     if e.size_bytes:
                         sizes.append(e.size_bytes)
@@ -88,8 +93,8 @@ class Executor(Replay):
                 _, numel, members = op.args
                 held = tuple(regions(members))
                 first, last = held[0], held[-1]
-                start, dtype = arena.storage_offset() + self.layout.offsets[first.buffer], first.dtype
-                end = arena.storage_offset() + self.layout.offsets[last.buffer] + last.numel * dtype.itemsize
+                start, dtype = arena.storage_offset() + self.layout.placed.offsets[first.buffer], first.dtype
+                end = arena.storage_offset() + self.layout.placed.offsets[last.buffer] + last.numel * dtype.itemsize
                 assert end - start == numel * dtype.itemsize, "the group expects a bucket of another size"
                 flat = torch.empty(0, dtype=dtype, device="cpu")
                 buckets.append([flat.set_(arena.untyped_storage(), start // dtype.itemsize, (numel,), (1,))])
@@ -158,7 +163,7 @@ def observe(events: Any, layout: Layout) -> dict[int, tuple[Scratch, ...]]:
     program = layout.draft.program
     per_op: dict[int, dict[int, Scratch]] = {position: {} for position in range(len(program.ops))}
     clock = [0] * len(program.ops)
-    served = [e.result for entries in layout.entries for e in entries if e.size_bytes]
+    served = [e.result for entries in layout.placed.requests for e in entries if e.size_bytes]
     for event in events:
         op, block, entry = int(event["op"]), int(event["id"]), int(event["entry"])
         if op < 0:

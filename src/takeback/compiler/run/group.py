@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import distributed as dist
 
-from takeback.compiler.passes.reduce import Handover, Sharing, Slice
+from takeback import flat as flats
+from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.program import BufferId, Region
 from takeback.errors import CaptureError, OptionError
-from takeback.parallel import Reducer, Replicas, check_group, cut
+from takeback.parallel import Reducer, Replicas, check_group
 
 
 class Group:
@@ -43,17 +44,17 @@ class Group:
             raise OptionError("group= averages gradients, but no parameter of the model is trainable.")
         slices = tuple(Slice(i, p.dtype, tuple(p.shape), _grad_stride(p)) for i, p in self._parameters.items())
         flags = (len(slices), slices[0].dtype)
-        self._cut = cut([flags, *((p.numel(), p.dtype) for p in self._parameters.values())])
-        buckets = tuple(Handover(b.members, b.end - b.start) for b in self._cut.buckets)
-        self.sharing = Sharing(slices, buckets)
+        self._layout = flats.lay_out([flags, *((p.numel(), p.dtype) for p in self._parameters.values())])
+        self._buckets = flats.cut(self._layout)
+        self.sharing = Sharing(slices, self._buckets)
         self._replicas.send_()
-        self.reducer = Reducer(group, len(buckets))
+        self.reducer = Reducer(group, len(self._buckets))
         self._undo: Callable[[], None] = lambda: None
         self._open = False  #: between the first collective of a step and its commit
 
     def describe(self) -> str:
         """For the report."""
-        sizes = sum(b.size_bytes for b in self._cut.buckets) / 2**20
+        sizes = sum(b.size_bytes for b in self._buckets) / 2**20
         return (
             f"rank {self.reducer.rank} of {self.reducer.world}: gradients are averaged over the group, {sizes:,.1f} "
             f"MiB in {self.reducer.count} bucket{'s' * (self.reducer.count > 1)}, started as they become complete"
@@ -121,12 +122,12 @@ class Group:
             for s, p in zip(self.sharing.slices, parameters.values(), strict=True)
         ]
         flat = [flags, *(g.as_strided((g.numel(),), (1,), g.storage_offset()) for g in grads)]
-        buckets = [[flat[m] for m in b.members] for b in self._cut.buckets]
+        buckets = [[flat[m] for m in b.members] for b in self._buckets]
         if not streams:  # in one piece, as the slices of a plan are
-            buckets = [[torch.zeros(b.end - b.start, dtype=b.dtype)] for b in self._cut.buckets]
+            buckets = [[torch.zeros(b.numel, dtype=b.dtype)] for b in self._buckets]
         places = [
-            (flat[m], bucket[0], self._cut.offsets[m] - b.start)
-            for b, bucket in zip(self._cut.buckets, buckets, strict=True)
+            (flat[m], bucket[0], self._layout.slices[m].start - b.start)
+            for b, bucket in zip(self._buckets, buckets, strict=True)
             for m in (() if streams else b.members)
         ]
         for part, bucket, start in places:

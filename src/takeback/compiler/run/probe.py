@@ -26,7 +26,7 @@ from takeback.compiler.program import (
     regions,
 )
 from takeback.compiler.run.allocator import Cell, Native
-from takeback.compiler.run.recording import Log
+from takeback.compiler.run.recording import Requests
 
 
 def probe_scratch(program: Program, native: Native, progress: Callable[[int, int], None] | None = None) -> Program:
@@ -110,5 +110,5 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
         for r, t in zip(regions(op.results), tensors, strict=True)
         if r.buffer not in op.mutates
     }
-    [tried] = attach_scratch([op], addresses, Log(cell, recording).events)
+    [tried] = attach_scratch([op], addresses, Requests(cell, recording).events)
     return tried.scratch

@@ -12,8 +12,8 @@ from takeback.compiler.run.allocator import ALLOC, Cell, Native, Recording
 from takeback.compiler.run.meter import Meter, MeterLog
 
 
-class Log:
-    """What the recorder writes to (`cell`) and what comes out (`events`)."""
+class Requests:
+    """What ops asked of the allocator in one recording: the recorder writes to `cell`, and `events` come out."""
 
     def __init__(self, cell: Cell, recording: Recording) -> None:
         self.cell = cell.view
@@ -31,7 +31,7 @@ class Log:
 
 def recorder(
     native: Native | None, device: torch.device
-) -> Callable[[], contextlib.AbstractContextManager[Log | MeterLog]] | None:
+) -> Callable[[], contextlib.AbstractContextManager[Requests | MeterLog]] | None:
     """A context for one recorded step, or None where there is nothing to read requests from."""
     if device.type == "cuda":
         return lambda: contextlib.nullcontext(MeterLog(Meter(device)))
@@ -39,9 +39,9 @@ def recorder(
         return None
 
     @contextlib.contextmanager
-    def context() -> Iterator[Log]:
+    def context() -> Iterator[Requests]:
         cell = Cell()
         with native.record(cell) as recording:
-            yield Log(cell, recording)
+            yield Requests(cell, recording)
 
     return context

@@ -1,4 +1,4 @@
-"""What every executor does alike: one step as a transaction, and taking back what an abort left.
+"""What every executor does alike: a step is one transaction, in which it saves what its program writes of the user's.
 
 Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
 user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
@@ -6,30 +6,19 @@ user's tensors (running statistics, counters) is saved first and put back if the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from takeback.compiler.capture.randomness import default_generators, generator_key
-from takeback.compiler.program import BufferId, Phase, Program, Region, Role, Special
+from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.resident import grad_bytes
+from takeback.compiler.ownership.writes import generators_of, undo_bytes, written_before_update
+from takeback.compiler.program import Phase, Program, Region
 from takeback.compiler.run.codegen import HeldValueChanged, over
-from takeback.compiler.run.commit import Gate
-from takeback.compiler.run.layout import Layout
+from takeback.compiler.run.execution import Counters, Execution, Placing
+from takeback.compiler.run.transaction import Transaction
 from takeback.parallel import Reducer
-
-
-@dataclass
-class Counters:
-    """What the last replay cost beyond its kernels."""
-
-    served: int = 0  #: requests answered from the arena
-    passed: int = 0  #: requests that were known to go to the ordinary allocator
-    misses: int = 0  #: requests nobody expected: served by the ordinary allocator
-    missed_bytes: int = 0
-    landed: int = 0  #: results copied into their place because their op put them elsewhere
-    landed_bytes: int = 0
-    worker_new: int = 0  #: blocks the worker threads' free lists had to take anew
 
 
 class Replay:
@@ -46,8 +35,8 @@ class Replay:
         # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
         self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
         self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
-        holds = any(op.expected is not None for op in self.program.ops)
-        self._rewound = generators_of(self.program) if holds else ()
+        reads = any(op.expected is not None for op in self.program.ops)
+        self._rewound = generators_of(self.program) if reads else ()
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
@@ -57,13 +46,28 @@ class Replay:
         """Positions of the batch tensors that the user's own code writes."""
         return self._written_leaves
 
+    def describe(self, *, keep_grads: bool, group: str = "", measured: bool = False) -> Execution:
+        """For the report. `measured`: the counters of the last replay hold for those to come."""
+        return Execution(
+            placing=self.placing,
+            undo_bytes=undo_bytes(self.program),
+            kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
+            group=group,
+            counters=self.counters if measured else None,
+        )
+
     # -- what a subclass says --------------------------------------------------------------------------------------
+
+    @property
+    def placing(self) -> Placing:
+        """Who gives the values their bytes."""
+        raise NotImplementedError
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
         raise NotImplementedError
 
-    def holds(self, region: Region) -> bool:
+    def still_has(self, region: Region) -> bool:
         """Whether the bytes are still there before the update: the gradient of a parameter that the optimizer does not
         have, and that nobody keeps, is not read again."""
         life = self.layout.alive.get(region.buffer)
@@ -126,72 +130,53 @@ class Replay:
         batch = [t.detach() for t in leaves]
         mode = torch.is_grad_enabled()
         states = [(g, g.get_state()) for g in self._rewound]
-        autocasts = [device for device in self._autocasts if torch.is_autocast_enabled(device)]
-        for device in autocasts:  # the program holds the casts that autocast made; made again, they would be too many
-            torch.set_autocast_enabled(device, False)
+        with Transaction() as step:
+            self._save_(step, batch)
+            step.at_end(self._leave_)
+            self._enter_(log=log)
+            step.compute()
+            try:
+                self._compute_(batch)
+            except HeldValueChanged:  # another plan takes this step, and draws the same numbers
+                step.on_abort(functools.partial(_rewind_, states))
+                raise
+            if inspect is not None:
+                inspect()
+            instead = reduced() if reduced is not None else None
+            updates = instead is None and (skips is None or not skips())
+            step.commit()
+            if updates:
+                self._update_(batch, scalars)
+            finish = instead or finish
+            if finish is not None:
+                self._leave_()
+                torch._C._set_grad_enabled(mode)
+                finish()
+        return updates
+
+    def _save_(self, step: Transaction, batch: Sequence[torch.Tensor]) -> None:
+        """Everything that an aborted step has to put back."""
+        for device in self._autocasts:  # the program holds autocast's casts; made again, they would be too many
+            if torch.is_autocast_enabled(device):
+                step.at_end(functools.partial(torch.set_autocast_enabled, device, True))
+                torch.set_autocast_enabled(device, False)
         undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
         for saved, live in zip(self._saved, self._live, strict=True):
             torch._foreach_copy_(saved, live)
-        try:
-            with Gate() as gate:
-                try:
-                    self._enter_(log=log)
-                    gate.open = True
-                    self._compute_(batch)
-                    if inspect is not None:
-                        inspect()
-                    instead = reduced() if reduced is not None else None
-                    updates = instead is None and (skips is None or not skips())
-                    gate.open = False
-                    # From here on the step is being committed, and Ctrl-C waits.
-                    if updates:
-                        self._update_(batch, scalars)
-                    finish = instead or finish
-                    if finish is not None:
-                        self._leave_()
-                        torch._C._set_grad_enabled(mode)
-                        finish()
-                except BaseException as error:
-                    gate.open = False
-                    torch._C._set_grad_enabled(False)
-                    for saved, live in zip(self._saved, self._live, strict=True):
-                        torch._foreach_copy_(live, saved)
-                    for leaf, before in undo:
-                        leaf.copy_(before)
-                    if isinstance(error, HeldValueChanged):
-                        for generator, state in states:
-                            generator.set_state(state)
-                    self.release_()
-                    raise
-        finally:
-            self._leave_()
-            torch._C._set_grad_enabled(mode)
-            for device in autocasts:
-                torch.set_autocast_enabled(device, True)
-        return updates
+
+        def put_back() -> None:
+            for saved, live in zip(self._saved, self._live, strict=True):
+                torch._foreach_copy_(live, saved)
+            for leaf, before in undo:
+                leaf.copy_(before)
+
+        step.on_abort(self.release_)
+        step.on_abort(put_back)
 
 
-def generators_of(program: Program) -> tuple[torch.Generator, ...]:
-    """The generators that the step draws from."""
-    found: dict[int, torch.Generator] = {}
-    for op in program.ops:
-        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
-            own = op.kwargs.get("generator")
-            drawn = (own,) if isinstance(own, torch.Generator) else default_generators(program.device)
-            for each in drawn:
-                found.setdefault(generator_key(each), each)
-    return tuple(found.values())
-
-
-def written_before_update(program: Program) -> list[BufferId]:
-    """What the forward and backward write of the user's, in order: running statistics, counters."""
-    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
-    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
-
-
-def undo_bytes(program: Program) -> int:
-    """What the saved copies of these take, outside of the arena."""
-    return sum(program.buffers[b].size_bytes for b in written_before_update(program))
+def _rewind_(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,33 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from takeback.compiler.passes.draft import Draft, Fresh, Overwrites, Refusal
+from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
-from takeback.compiler.run.calls import Kind, kind_of
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
-from takeback.compiler.run.layout import Layout, lay_out
+from takeback.compiler.run.execution import Placing
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
 from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.streamcode import Compute, StreamCode, UpdateCode, generate_stream
 from takeback.errors import CaptureError
 from takeback.parallel import Reducer
 
-_OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
 _LEAST_SHARE = 0.002  #: of the peak: scratch that differs by less from what was recorded needs no new layout
-
-
-def settle(draft: Draft) -> Draft:
-    """The draft with only those overwritings that an `out=` kernel or an in-place form can do."""
-    placements = dict(draft.placements)
-    refusals: list[Refusal] = []
-    for op in draft.program.ops:
-        first = op.results[0] if op.results else None
-        placement = placements.get(first.buffer) if isinstance(first, Region) else None
-        if isinstance(first, Region) and isinstance(placement, Overwrites) and kind_of(op, placement) is Kind.ALLOCATE:
-            placements[first.buffer] = Fresh()
-            size = draft.program.buffers[first.buffer].size_bytes
-            refusals.append(Refusal("overwrite", op.name, first.buffer, size, _OWN_RESULT, op.site))
-    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
 
 
 @dataclass(frozen=True)
@@ -66,6 +50,10 @@ class StreamExecutor(Replay):
         self._seen: dict[int, int] = {}  # most bytes inside an op above its results, by position
         self._requests = 0
 
+    @property
+    def placing(self) -> Placing:
+        return Placing.DEVICE
+
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         role = self.program.buffers[region.buffer].role
         if role is Role.BATCH:
@@ -76,7 +64,7 @@ class StreamExecutor(Replay):
             owner = self._held[self._places[self.layout.slots[region.buffer]]]
         return over(owner, region.dtype, region.shape, region.stride, region.offset)
 
-    def holds(self, region: Region) -> bool:
+    def still_has(self, region: Region) -> bool:
         return region.buffer not in self.layout.slots or self.layout.slots[region.buffer] in self._places
 
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:

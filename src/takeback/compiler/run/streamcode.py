@@ -1,9 +1,9 @@
 """Writes a layout as straight-line Python for a device whose own allocator places: values are local variables.
 
-In: a layout in which only kernels that write into given places overwrite (`settle` in stream.py). Out: `StreamCode`,
-whose source defines `factory(env)` -> (compute(batch) -> held, update(batch, scalars, held) -> held). A result is
-allocated by the op that makes it, and every name of a buffer's bytes is dropped after the op at which its last owner
-dies.
+In: a layout for the home ALLOCATOR, in which only kernels that write into given bytes overwrite. Out: `StreamCode`,
+whose source has passed the audit (audit.py) and defines `factory(env)` -> (compute(batch) -> held, update(batch,
+scalars, held) -> held). A result is allocated by the op that makes it, and every name of a buffer's bytes is dropped
+after the op at which its last owner dies.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.program import Argument, BufferId, Op, Phase, Region, Special
-from takeback.compiler.run.calls import Kind
+from takeback.compiler.run.audit import audit
 from takeback.compiler.run.codegen import Emitter, over
-from takeback.compiler.run.layout import Layout
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 UpdateCode = Callable[[list[torch.Tensor], Sequence[float], list[torch.Tensor]], list[torch.Tensor]]
@@ -38,6 +39,8 @@ class StreamCode:
     constants: Mapping[str, object]
     crossing: tuple[BufferId, ...]  #: alive between compute and update
     surviving: tuple[BufferId, ...]  #: alive after the step: what it returns or keeps
+    lines: tuple[tuple[int, str], ...]  #: every line of the two bodies, with the op it belongs to
+    claims: Mapping[str, Region]  #: what each local name is said to stand for, over the buffer whose bytes they are
 
     def bind(
         self, externals: Mapping[BufferId, torch.Tensor], extra: Mapping[str, object]
@@ -75,40 +78,47 @@ class _StreamEmitter(Emitter):
         for slot, end in last.items():
             self._ends.setdefault(end, []).append(slot)
         self.crossing: tuple[BufferId, ...] | None = None
+        self.lines: list[tuple[int, str]] = []
+        self.claims: dict[str, Region] = {}
 
     def emit(self) -> None:
         count = len(self.program.ops)
         for position, (op, kind) in enumerate(zip(self.program.ops, self.layout.kinds, strict=True)):
             updating = self._updating = self._updating or op.phase is Phase.UPDATE
             if updating and self.crossing is None:
-                self._cross_()
-            body = self.bodies[updating]
+                self._cross_(position)
             if kind is not Kind.NOTHING:
                 if self._grad[updating] is not op.grad_mode and kind is not Kind.RANDOM:
-                    body.append(f"grad_mode({op.grad_mode})")
+                    self._write_(position, f"grad_mode({op.grad_mode})")
                     self._grad[updating] = op.grad_mode
                 lines = self._lines(op, kind, position)
                 if self._watched:
-                    body.append("begin()")
-                body.extend(self._before)
-                body.extend(lines)
+                    self._write_(position, "begin()")
+                self._write_(position, *self._before, *lines)
                 if self._watched:
-                    body.append(f"seen({position})")
+                    self._write_(position, f"seen({position})")
                 self._before = []
             if position + 1 < count:
-                body.extend(self._drop_(position + 1))
+                self._write_(position, *self._drop_(position + 1))
         if self.crossing is None:
-            self._cross_()
+            self._cross_(count)
         self.surviving = tuple(self._held)
-        self.bodies[True].append(f"return [{', '.join(self._base(s) for s in self.surviving)}]")
+        self._updating = True
+        self._write_(count, f"return [{', '.join(self._base(s) for s in self.surviving)}]")
 
-    def _cross_(self) -> None:
+    def _write_(self, position: int, *lines: str) -> None:
+        self.bodies[self._updating].extend(lines)
+        self.lines.extend((position, line) for line in lines)
+
+    def _cross_(self, position: int) -> None:
         """From compute to update: one name for each slot goes over."""
         self.crossing = tuple(self._held)
         names = [self._base(slot) for slot in self.crossing]
-        self.bodies[False].append(f"return [{', '.join(names)}]")
+        self._updating = False
+        self._write_(position, f"return [{', '.join(names)}]")
+        self._updating = True
         if names:
-            self.bodies[True] += [f"{', '.join(names)}, = H", "H.clear()"]
+            self._write_(position, f"{', '.join(names)}, = H", "H.clear()")
         self._held = {slot: dict([next(iter(known.items()))]) for slot, known in self._held.items()}
 
     def _drop_(self, end: int) -> list[str]:
@@ -139,6 +149,7 @@ class _StreamEmitter(Emitter):
         self._count += 1
         name = f"v{self._count}"
         self._held.setdefault(key.buffer, {})[key] = name
+        self.claims[name] = key
         return name
 
     def argument(self, arg: Argument) -> str:
@@ -242,6 +253,7 @@ def generate_stream(
     lines.append("    return compute, update")
     source = "\n".join(lines) + "\n"
     assert emitter.crossing is not None
+    audit(emitter.lines, emitter.claims, layout)
     return StreamCode(
         source,
         compile(source, "<takeback step>", "exec"),
@@ -250,4 +262,6 @@ def generate_stream(
         dict(names.constants),
         emitter.crossing,
         emitter.surviving,
+        tuple(emitter.lines),
+        emitter.claims,
     )

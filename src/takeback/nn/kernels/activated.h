@@ -7,7 +7,7 @@
 
 namespace takeback {
 
-// The fields are those of _Layer in activated_cpu.py.
+// The fields are those of _NativeLayer in activated_cpu.py.
 struct Layer {
   const void* weight;  // null: ones
   const void* bias;    // null: zeros

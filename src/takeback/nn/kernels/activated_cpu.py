@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 
 
-class _Layer(ctypes.Structure):
+class _NativeLayer(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("batch", "channels", "spots")),
@@ -70,7 +70,7 @@ def put_(
 
 def _native(x: Tensor, layer: Layer) -> ctypes._CArgObject:
     return ctypes.byref(
-        _Layer(
+        _NativeLayer(
             address(layer.weight),
             address(layer.bias),
             layer.batch,
@@ -102,6 +102,6 @@ def _kernels() -> ctypes.CDLL | None:
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    layer, tensor = ctypes.POINTER(_Layer), ctypes.c_void_p
+    layer, tensor = ctypes.POINTER(_NativeLayer), ctypes.c_void_p
     functions = {"tb_statistics": 2, "tb_normalise": 4, "tb_gather_sums": 5, "tb_put": 6}
     return opened_or_warned("activated.cpp", {name: [layer, *[tensor] * n] for name, n in functions.items()})

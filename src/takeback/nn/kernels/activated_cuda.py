@@ -1,7 +1,7 @@
 """The activated norm's kernels on a GPU: tiles and grids for activated_triton.py. The contract is activated.py's.
 
-A `Plan` holds the launches of one layer at one size. Partial sums are [k, parts, columns]; the number of parts depends
-on sizes and on the device alone.
+A `LayerLaunches` is for one layer at one size. Partial sums are [k, parts, columns]; the number of parts depends on
+sizes and on the device alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 from takeback.nn.kernels import activated_triton as kernels
-from takeback.nn.kernels.launch import Launch, on, parts_of, power, processors
+from takeback.nn.kernels.launch import Launch, given, on, parts_of, power, processors
 from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
     from takeback.nn.kernels.activated import Layer
+    from takeback.nn.kernels.norm_call import Into
 
 _TILE, _COLUMNS, _WARPS = 4096, 256, 4  #: of a program that writes as many elements as it reads
 _SUM_TILE, _SUM_COLUMNS = 4096, 64  #: of a program that sums over rows of a matrix
@@ -35,7 +36,7 @@ WIDTHS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
 def statistics(x: Tensor, layer: Layer) -> Tensor:
     """[2, channels]: mean and biased variance."""
-    return torch.stack(_plan_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2])
+    return torch.stack(_launches_of(x, layer).moments(x, 0.0, None, None, 0.0)[:2])
 
 
 def batch_statistics(
@@ -47,32 +48,93 @@ def batch_statistics(
     momentum: float,
 ) -> tuple[Tensor, Tensor]:
     """mean and 1 / sqrt(variance + eps), after moving the running statistics."""
-    mean, _, invstd = _plan_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
+    mean, _, invstd = _launches_of(x, layer).moments(x, eps, running_mean, running_var, momentum)
     return mean, invstd
 
 
 def normalise_(x: Tensor, out: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> None:
     """out = act(gamma * (x - mean) * invstd + beta)."""
     with on(x):
-        _plan_of(x, layer).normalise(x, out, _given(layer.weight, x), _given(layer.bias, x), mean, invstd)
+        _launches_of(x, layer).normalise(x, out, given(layer.weight, x), given(layer.bias, x), mean, invstd)
 
 
 def gather(dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[2, channels]: sums of dz and of dz * xhat; and the gradients of weight and bias that they are."""
-    plan = _plan_of(dy, layer)
-    sums = dy.new_empty((2, layer.channels), dtype=plan.width)
+    launches = _launches_of(dy, layer)
+    sums = dy.new_empty((2, layer.channels), dtype=launches.width)
     of_weight, of_bias = (
-        dy.new_empty(layer.channels, dtype=plan.width if parameter is None else parameter.dtype)
+        dy.new_empty(layer.channels, dtype=launches.width if parameter is None else parameter.dtype)
         for parameter in (layer.weight, layer.bias)
     )
     if not layer.count:
         return sums.zero_(), of_weight.zero_(), of_bias.zero_()
-    weight = _given(layer.weight, dy)
     with on(dy):
-        partial = dy.new_empty((2, plan.sum.parts, plan.sum.columns), dtype=plan.width)
-        plan.sum.launch(dy, saved, weight, _given(layer.bias, dy), mean, invstd, partial)
-        plan.combine_sums(partial, sums, weight, of_weight, of_bias)
+        partial = _partial_sums(launches, dy, saved, layer, mean, invstd)
+        launches.combine_sums(partial, sums, given(layer.weight, dy), of_weight, of_bias)
     return sums, of_weight, of_bias
+
+
+def gather_into_(
+    dy: Tensor,
+    saved: Tensor,
+    layer: Layer,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_grad: Into | None,
+    bias_grad: Into | None,
+) -> Tensor:
+    """The same, with the gradients written where they are wanted; the sums. The weight's own sign is taken."""
+    launches = _launches_of(dy, layer)
+    if not layer.count:
+        return combine_into_(dy.new_zeros((2, 1, layer.channels), dtype=launches.width), 1, weight_grad, bias_grad)
+    with on(dy):
+        partial = _partial_sums(launches, dy, saved, layer, mean, invstd)
+    return combine_into_(partial, launches.sum.spots, weight_grad, bias_grad)
+
+
+def _partial_sums(
+    launches: LayerLaunches, dy: Tensor, saved: Tensor, layer: Layer, mean: Tensor, invstd: Tensor
+) -> Tensor:
+    partial = dy.new_empty((2, launches.sum.parts, launches.sum.columns), dtype=launches.width)
+    launches.sum.launch(dy, saved, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, partial)
+    return partial
+
+
+def combine_into_(partial: Tensor, spots: int, weight_grad: Into | None, bias_grad: Into | None) -> Tensor:
+    """Adds up partial sums, [2, parts, channels * spots], in order; [2, channels]: the sums. They are stored, or added,
+    where the gradients of bias and weight are wanted."""
+    channels = partial.shape[2] // spots
+    sums = partial.new_empty((2, channels))
+    of_weight, of_bias = (partial if into is None else into.slice for into in (weight_grad, bias_grad))
+    launch = _combine_into(
+        partial.device,
+        (partial.dtype, of_weight.dtype, of_bias.dtype),
+        (partial.shape[1], channels, spots),
+        (_how(weight_grad), _how(bias_grad)),
+    )
+    with on(partial):
+        launch(partial, sums, partial, of_weight, of_bias)
+    return sums
+
+
+def _how(into: Into | None) -> int:
+    """As combine_sums wants it."""
+    return 0 if into is None else 2 if into.accumulate else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def _combine_into(
+    device: torch.device, dtypes: tuple[torch.dtype, ...], sizes: tuple[int, int, int], how: tuple[int, int]
+) -> Launch:
+    return combine_launch(dtypes[0], sizes, how=how)
+
+
+def combine_launch(
+    width: torch.dtype, sizes: tuple[int, int, int], *, absolute: bool = False, how: tuple[int, int] = (1, 1)
+) -> Launch:
+    """The launch of combine_sums for `sizes`: parts, channels, spots."""
+    form = {"ABSOLUTE": absolute, "WEIGHT": how[0], "BIAS": how[1], "ACC": WIDTHS[width], "BLOCK_P": 64, "BLOCK_N": 16}
+    return Launch(kernels.combine_sums, (parts_of(sizes[1], 16),), sizes, form)
 
 
 def put_(
@@ -86,10 +148,10 @@ def put_(
     count: int,
 ) -> None:
     """out = gamma * invstd * (dz - sums[0] / count - xhat * sums[1] / count)."""
-    plan = _plan_of(dy, layer)
-    tensors = dy, saved, out, _given(layer.weight, dy), _given(layer.bias, dy), mean, invstd, _given(sums, mean)
+    launches = _launches_of(dy, layer)
+    tensors = dy, saved, out, given(layer.weight, dy), given(layer.bias, dy), mean, invstd, given(sums, mean)
     with on(dy):
-        (plan.put_constant if sums is None else plan.put)(*tensors, scalars=(count,))
+        (launches.put_constant if sums is None else launches.put)(*tensors, scalars=(count,))
 
 
 def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, depth: float, absolute_eps: float | None) -> Tensor:
@@ -98,7 +160,7 @@ def worst_ratio(weight: Tensor, bias: Tensor | None, least: float, depth: float,
     launch = _worst_ratio(weight.device, weight.numel(), *dtypes, least, depth, absolute_eps)
     worst = weight.new_empty((), dtype=torch.float32)
     with on(weight):
-        launch(weight, _given(bias, weight), worst)
+        launch(weight, given(bias, weight), worst)
     return worst
 
 
@@ -123,7 +185,7 @@ def _worst_ratio(
     )
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
+# -- launches ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,9 +216,9 @@ class Key:
     from_output: bool
 
 
-def _plan_of(x: Tensor, layer: Layer) -> Plan:
+def _launches_of(x: Tensor, layer: Layer) -> LayerLaunches:
     weight, bias = layer.weight, layer.bias
-    return _plan(
+    return _launches(
         x.device,
         x.dtype,
         layer.batch,
@@ -173,11 +235,11 @@ def _plan_of(x: Tensor, layer: Layer) -> Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(*of: Any) -> Plan:
-    return Plan(Key(*of))
+def _launches(*of: Any) -> LayerLaunches:
+    return LayerLaunches(Key(*of))
 
 
-class Plan:
+class LayerLaunches:
     """The launches of one layer at one size, made when they are first needed."""
 
     def __init__(self, key: Key) -> None:
@@ -216,12 +278,15 @@ class Plan:
         combine = self._combine_moments.get(key)
         if combine is None:
             form = {"EPS": eps, "HAS_MEAN": running_mean is not None, "HAS_VAR": running_var is not None}
-            combine = self._combine_moments[key] = self._combine(kernels.combine_moments, one, form)
+            tile = {"ACC": WIDTHS[self.width], "BLOCK_P": 64, "BLOCK_N": 16}
+            sizes = one.parts, channels, one.spots
+            combine = Launch(kernels.combine_moments, (parts_of(channels, 16),), sizes, form | tile)
+            self._combine_moments[key] = combine
         with on(x):
             partial = x.new_empty((3, one.parts, one.columns), dtype=self.width)
             mean, variance, invstd = (x.new_empty(channels, dtype=self.width) for _ in range(3))
             one.launch(x, partial)
-            running = _given(running_mean, mean), _given(running_var, mean)
+            running = given(running_mean, mean), given(running_var, mean)
             combine(partial, mean, variance, invstd, *running, scalars=_halves(momentum))
         return mean, variance, invstd
 
@@ -237,7 +302,8 @@ class Plan:
 
     @functools.cached_property
     def combine_sums(self) -> Launch:
-        return self._combine(kernels.combine_sums, self.sum, {"ABSOLUTE": self.key.absolute_eps is not None})
+        sizes = self.sum.parts, self.key.channels, self.sum.spots
+        return combine_launch(self.width, sizes, absolute=self.key.absolute_eps is not None)
 
     @functools.cached_property
     def normalise(self) -> Launch:
@@ -285,18 +351,8 @@ class Plan:
         launch = Launch(over_columns, (tiles, parts), sizes, form | tile, num_warps=warps[0])
         return Sum(launch, parts, self.columns, self.spots)
 
-    def _combine(self, kernel: Any, one: Sum, form: dict[str, Any]) -> Launch:
-        channels = self.key.channels
-        tile = {"ACC": WIDTHS[self.width], "BLOCK_P": 64, "BLOCK_N": 16}
-        return Launch(kernel, (parts_of(channels, 16),), (one.parts, channels, one.spots), form | tile)
-
 
 def _halves(value: float) -> tuple[float, float]:
     """A scalar reaches a kernel as float32: the value as the sum of two of those."""
     high = ctypes.c_float(value).value
     return high, value - high
-
-
-def _given(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
-    """A kernel's argument is a pointer even where a constant says that it is not used."""
-    return otherwise if tensor is None else tensor

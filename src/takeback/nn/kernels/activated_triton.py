@@ -457,13 +457,16 @@ def combine_sums(
     channels,
     spots,
     ABSOLUTE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """sums, [2, channels]: the parts added up; and the parameters' gradients that they are, in their dtypes.
 
-    ABSOLUTE: the weight's changes sign with the weight.
+    WEIGHT, BIAS: that gradient is not wanted (0), stored (1) or added onto what is there (2). ABSOLUTE: the weight's
+    changes sign with the weight.
     """
     c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = c < channels
@@ -479,10 +482,16 @@ def combine_sums(
     dots = tl.sum(second, axis=0)
     tl.store(sums + c, bias, mask=inside)
     tl.store(sums + channels + c, dots, mask=inside)
-    tl.store(of_bias + c, bias, mask=inside)
-    if ABSOLUTE:
-        dots = tl.where(tl.load(weight + c, mask=inside, other=0.0) < 0, -dots, dots)
-    tl.store(of_weight + c, dots, mask=inside)
+    if BIAS > 0:
+        if BIAS == 2:
+            bias += tl.load(of_bias + c, mask=inside, other=0.0).to(ACC)
+        tl.store(of_bias + c, bias, mask=inside)
+    if WEIGHT > 0:
+        if ABSOLUTE:
+            dots = tl.where(tl.load(weight + c, mask=inside, other=0.0) < 0, -dots, dots)
+        if WEIGHT == 2:
+            dots += tl.load(of_weight + c, mask=inside, other=0.0).to(ACC)
+        tl.store(of_weight + c, dots, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -31,7 +31,7 @@ struct Slice {
   }
 };
 
-// The fields are those of _Call in cpu.py.
+// The fields are those of _NativeCall in norms_cpu.py.
 struct Call {
   const void* dy;
   const void* x;

@@ -69,6 +69,11 @@ def _only_one_device() -> bool:
     return bool(torch.cuda.device_count() == 1)
 
 
+def given(tensor: Tensor | None, otherwise: Tensor) -> Tensor:
+    """A kernel's argument is a pointer even where a constant says that it is not used."""
+    return otherwise if tensor is None else tensor
+
+
 def parts_of(items: int, each: int) -> int:
     """How many parts of `each` items there are."""
     return -(-items // each)

@@ -1,7 +1,7 @@
 """Compiles and opens the C++ beside this file: a source's name in, its library out, or the reason why there is none.
 
-A library is compiled on first use, for the vector width that torch itself uses on this machine. That width is in the
-file's name in the cache, so machines that share a cache never run each other's instructions.
+A library is compiled on first use, for the vector width that torch itself uses on this machine. That width is part of
+its key in the cache, so machines that share a cache never run each other's instructions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from takeback.native import load
-from takeback.options import cache_dir, compiler
+from takeback.options import compiler, open_cache
 
 FOLDER = Path(__file__).parent
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  #: Dtype of spans.h
@@ -38,15 +38,9 @@ def open_library(source: str, functions: dict[str, list[object]]) -> ctypes.CDLL
         return library
 
     try:
-        library, unkept = load(
-            FOLDER / source, _flags(), opened, cache_dir=cache_dir(), compiler=compiler(), built_from=headers
-        )
+        return load(FOLDER / source, _flags(), opened, cache=open_cache(), compiler=compiler(), built_from=headers)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return f"the native CPU kernels are not available: {error}"
-    if unkept is not None:
-        text = f"takeback: cannot keep the compiled {source} in {cache_dir()} ({unkept}): compiled in every process"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-    return library
 
 
 def opened_or_warned(source: str, functions: dict[str, list[object]]) -> ctypes.CDLL | None:

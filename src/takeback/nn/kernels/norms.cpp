@@ -32,7 +32,7 @@ void run(int norm, const Call& call) {
 }  // namespace
 }  // namespace takeback
 
-// `norm` is a Norm of call.py.
+// `norm` is a Norm of norm_call.py.
 extern "C" __attribute__((visibility("default"))) int tb_norm_backward(int norm, const takeback::Call* call) {
   using namespace takeback;
   try {

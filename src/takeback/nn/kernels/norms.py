@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from takeback.nn.kernels import cpu
-from takeback.nn.kernels.call import Call, Into, Norm
+from takeback.nn.kernels import norms_cpu
+from takeback.nn.kernels.norm_call import Into, Norm, NormCall
 from takeback.nn.kernels.width import wide
 
 __all__ = [
@@ -70,7 +70,7 @@ def layer_norm_backward_(
         return NotMine(refusal)
     x = x.contiguous()
     return _run_(
-        Call(
+        NormCall(
             norm=Norm.LAYER,
             dy=dy.contiguous(),
             x=x,
@@ -106,7 +106,7 @@ def rms_norm_backward_(
         return NotMine(refusal)
     x = x.contiguous()
     return _run_(
-        Call(
+        NormCall(
             norm=Norm.RMS,
             dy=dy.contiguous(),
             x=x,
@@ -148,7 +148,7 @@ def batch_norm_backward_(
     if layout is None:
         return NotMine(f"x of strides {x.stride()} is neither contiguous nor channels_last")
     return _run_(
-        Call(
+        NormCall(
             norm=Norm.BATCH if layout == torch.contiguous_format else Norm.BATCH_LAST,
             dy=dy.contiguous(memory_format=layout),
             x=x,
@@ -189,7 +189,7 @@ def group_norm_backward_(
     if not x.is_contiguous():
         return NotMine(f"x of strides {x.stride()} is not contiguous")
     return _run_(
-        Call(
+        NormCall(
             norm=Norm.GROUP,
             dy=dy.contiguous(),
             x=x,
@@ -207,15 +207,15 @@ def group_norm_backward_(
     )
 
 
-def _run_(call: Call) -> Done | NotMine:
+def _run_(call: NormCall) -> Done | NotMine:
     if call.x.is_cuda:
         try:
-            from takeback.nn.kernels import cuda
+            from takeback.nn.kernels import norms_cuda
         except ImportError as error:
             return NotMine(f"Triton is not available: {error}")
-        refusal = cuda.run_(call)
+        refusal = norms_cuda.run_(call)
     else:
-        refusal = cpu.run_(call)
+        refusal = norms_cpu.run_(call)
     return NotMine(refusal) if refusal else Done(call.dx)
 
 

@@ -12,7 +12,7 @@
 
 namespace takeback {
 
-// The fields are those of _Rows in row_steps_cpu.py.
+// The fields are those of _NativeRows in row_steps_cpu.py.
 struct Rows {
   const void* weight;  // null: ones
   const void* bias;    // null: zeros

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _lock = threading.Lock()
 
 
-class _Rows(ctypes.Structure):
+class _NativeRows(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
@@ -70,7 +70,7 @@ def swiglu_backward_(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: T
 
 def _native(x: Tensor, norm: Rows) -> ctypes._CArgObject:
     return ctypes.byref(
-        _Rows(
+        _NativeRows(
             address(norm.weight),
             address(norm.bias),
             norm.rows,
@@ -105,7 +105,7 @@ def _kernels() -> ctypes.CDLL | None:
 
 @functools.lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    rows, tensor, sizes = ctypes.POINTER(_Rows), ctypes.c_void_p, [*[ctypes.c_int] * 2, *[ctypes.c_int64] * 2]
+    rows, tensor, sizes = ctypes.POINTER(_NativeRows), ctypes.c_void_p, [*[ctypes.c_int] * 2, *[ctypes.c_int64] * 2]
     return opened_or_warned(
         "row_steps.cpp",
         {

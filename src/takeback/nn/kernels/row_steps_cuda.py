@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from takeback.nn.kernels import activated_triton
 from takeback.nn.kernels import row_steps_triton as kernels
-from takeback.nn.kernels.activated_cuda import WIDTHS
-from takeback.nn.kernels.launch import Launch, on, parts_of, power, processors
+from takeback.nn.kernels.activated_cuda import WIDTHS, combine_launch
+from takeback.nn.kernels.launch import Launch, given, on, parts_of, power, processors
 from takeback.nn.kernels.width import wide
 
 if TYPE_CHECKING:
@@ -51,21 +50,54 @@ def gradients_(
     )
     if not norm.rows or not norm.columns:
         return sums.zero_(), of_weight.zero_(), of_bias.zero_()
+    partial = partial_sums_(dy, saved, out, norm, mean, rstd)
+    assert partial is not None
     dtypes = (None if parameter is None else parameter.dtype for parameter in (norm.weight, norm.bias))
-    form = norm.rows, norm.columns, norm.centred, norm.from_output, out is not None
-    plan = _backward(dy.device, dy.dtype, *dtypes, *form)
-    weight = dy if norm.weight is None else norm.weight
-    tables = weight, dy if norm.bias is None else norm.bias, rstd if mean is None else mean, rstd
     with on(dy):
-        partial = dy.new_empty((2, plan.parts, norm.columns), dtype=acc)
-        if plan.put is None:
-            plan.sum(dy, saved, saved if out is None else out, *tables, partial)
-        else:
-            plan.sum(dy, saved, *tables, partial)
-            if out is not None:
-                plan.put(dy, saved, out, *tables)
-        plan.combine(partial, sums, weight, of_weight, of_bias)
+        _combine(dy.device, acc, *dtypes, partial.shape[1], norm.columns)(
+            partial, sums, given(norm.weight, dy), of_weight, of_bias
+        )
     return sums, of_weight, of_bias
+
+
+def partial_sums_(
+    dy: Tensor,
+    saved: Tensor,
+    out: Tensor | None,
+    norm: Rows,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    *,
+    eps: float = 0.0,
+    sums: bool = True,
+) -> Tensor | None:
+    """out = dx; [2, parts, columns]: sums of dy and of dy * xhat, to be added in order; None where they are not wanted.
+
+    rstd None: that of rms_norm, computed from x with `eps`; only with `out`, and for rows that `is_short`.
+    """
+    acc = wide(dy.dtype)
+    dtypes = (None if parameter is None else parameter.dtype for parameter in (norm.weight, norm.bias))
+    form = norm.rows, norm.columns, norm.centred, norm.from_output
+    plan = _backward(dy.device, dy.dtype, *dtypes, *form, None if rstd is not None else eps, out is not None, sums)
+    scale = given(rstd, dy)
+    tables = given(norm.weight, dy), given(norm.bias, dy), given(mean, scale), scale
+    with on(dy):
+        partial = dy.new_empty((2, plan.parts, norm.columns), dtype=acc) if sums else None
+        if plan.walk is not None:
+            assert out is not None
+            plan.walk(dy, saved, out, *tables, given(partial, dy))
+        if plan.sum is not None:
+            assert partial is not None
+            plan.sum(dy, saved, *tables, partial)
+        if plan.put is not None:
+            assert out is not None
+            plan.put(dy, saved, out, *tables)
+    return partial
+
+
+def is_short(columns: int, dtype: torch.dtype) -> bool:
+    """Whether one program holds a row in registers."""
+    return bool(columns * wide(dtype).itemsize <= _LONGEST_ROW_BYTES)
 
 
 def swiglu_(gate: Tensor, up: Tensor, out: Tensor) -> None:
@@ -89,12 +121,12 @@ def swiglu_backward_(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: T
 
 
 @dataclass(frozen=True)
-class Backward:
-    """What a row norm's backward launches: where `put` is None, `sum` writes dx too."""
+class RowBackward:
+    """What a row norm's backward launches: `walk` for dx and sums at once, or `sum` and `put` for one each."""
 
-    sum: Launch
+    walk: Launch | None
+    sum: Launch | None
     put: Launch | None
-    combine: Launch
     parts: int
 
 
@@ -117,8 +149,10 @@ def _backward(
     columns: int,
     centred: bool,
     from_output: bool,
+    own_eps: float | None,
     puts: bool,
-) -> Backward:
+    sums: bool,
+) -> RowBackward:
     from takeback.nn.kernels.activated import reach  # its backends are imported from there
 
     limits, acc = reach(dtype), wide(dtype)
@@ -131,24 +165,33 @@ def _backward(
         "LEAST": limits.least,
         "ACC": WIDTHS[acc],
     }
-    put = None
-    if columns * acc.itemsize <= _LONGEST_ROW_BYTES:
+    if puts and is_short(columns, dtype):
         block = power(columns)
         warps = _warps(block)
         parts = max(1, min(rows, processors(device) * max(1, 16 // warps)))
-        one = Launch(
-            kernels.walk_rows, (parts,), (rows, columns), form | {"PUT": puts, "BLOCK": block}, num_warps=warps
-        )
-    else:
-        tiles = parts_of(columns, 64)
-        rows_each = parts_of(parts_of(rows, max(1, 4 * processors(device) // tiles)), 32) * 32
-        parts = parts_of(rows, rows_each)
-        tile = {"BLOCK_M": 32, "BLOCK_N": 64}
-        one = Launch(kernels.sum_long_rows, (tiles, parts), (rows, columns, rows_each), form | tile)
-        put = Launch(kernels.put_long_rows, (rows,), (columns,), form | {"BLOCK": _TILE}, num_warps=8)
-    tile = {"ABSOLUTE": False, "ACC": WIDTHS[acc], "BLOCK_P": 64, "BLOCK_N": 16}
-    combine = Launch(activated_triton.combine_sums, (parts_of(columns, 16),), (parts, columns, 1), tile)
-    return Backward(one, put, combine, parts)
+        own = {"OWN_SCALE": own_eps is not None, "EPS": own_eps or 0.0, "SUMS": sums, "BLOCK": block}
+        walk = Launch(kernels.walk_rows, (parts,), (rows, columns), form | own, num_warps=warps)
+        return RowBackward(walk, None, None, parts)
+    assert own_eps is None, "these kernels read rstd"
+    tiles = parts_of(columns, 64)
+    rows_each = parts_of(parts_of(rows, max(1, 4 * processors(device) // tiles)), 32) * 32
+    parts = parts_of(rows, rows_each)
+    tile = {"BLOCK_M": 32, "BLOCK_N": 64}
+    one = Launch(kernels.sum_rows, (tiles, parts), (rows, columns, rows_each), form | tile)
+    put = Launch(kernels.put_long_rows, (rows,), (columns,), form | {"BLOCK": _TILE}, num_warps=8)
+    return RowBackward(None, one if sums else None, put if puts else None, parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _combine(
+    device: torch.device,
+    acc: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    parts: int,
+    columns: int,
+) -> Launch:
+    return combine_launch(acc, (parts, columns, 1))
 
 
 @functools.lru_cache(maxsize=1024)

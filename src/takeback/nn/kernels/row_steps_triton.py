@@ -81,11 +81,16 @@ def walk_rows(
     FROM_OUTPUT: tl.constexpr,
     RATIO: tl.constexpr,
     LEAST: tl.constexpr,
-    PUT: tl.constexpr,
+    OWN_SCALE: tl.constexpr,
+    EPS: tl.constexpr,
+    SUMS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes every `parts`-th row, whole, and sums dy and dy * xhat of its rows."""
+    """A program takes every `parts`-th row, whole, and sums dy and dy * xhat of its rows (SUMS).
+
+    OWN_SCALE: rstd is not given, and computed from x (of rms_norm).
+    """
     part = tl.program_id(0)
     parts = tl.num_programs(0)
     c = tl.arange(0, BLOCK)
@@ -97,7 +102,10 @@ def walk_rows(
         at = tl.cast(r, tl.int64) * columns + c
         g = tl.load(dy + at, mask=inside, other=0.0).to(ACC)
         v = tl.load(saved + at, mask=inside, other=0.0).to(ACC)
-        scale = tl.load(rstd + r)
+        if OWN_SCALE:
+            scale = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / columns + EPS)
+        else:
+            scale = tl.load(rstd + r)
         if FROM_OUTPUT:
             xhat = (v - b) * inverse
         elif CENTRED:
@@ -105,21 +113,22 @@ def walk_rows(
         else:
             xhat = v * scale
         xhat = tl.where(inside, xhat, 0.0)
-        sums += g
-        dots += g * xhat
-        if PUT:
-            g = g * w
-            value = g - xhat * (tl.sum(g * xhat, axis=0) / columns)
-            if CENTRED:
-                value -= tl.sum(tl.where(inside, g, 0.0), axis=0) / columns
-            tl.store(out + at, scale * value, mask=inside)
-    to = partial + tl.cast(part, tl.int64) * columns + c
-    tl.store(to, sums, mask=inside)
-    tl.store(to + tl.cast(parts, tl.int64) * columns, dots, mask=inside)
+        if SUMS:
+            sums += g
+            dots += g * xhat
+        g = g * w
+        value = g - xhat * (tl.sum(g * xhat, axis=0) / columns)
+        if CENTRED:
+            value -= tl.sum(tl.where(inside, g, 0.0), axis=0) / columns
+        tl.store(out + at, scale * value, mask=inside)
+    if SUMS:
+        to = partial + tl.cast(part, tl.int64) * columns + c
+        tl.store(to, sums, mask=inside)
+        tl.store(to + tl.cast(parts, tl.int64) * columns, dots, mask=inside)
 
 
 @triton.jit
-def sum_long_rows(
+def sum_rows(
     dy,
     saved,
     weight,
@@ -140,7 +149,7 @@ def sum_long_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Sums of dy and dy * xhat over `rows_each` rows, for rows that do not fit into registers."""
+    """Sums of dy and dy * xhat over `rows_each` rows: where dx is not wanted, or rows do not fit into registers."""
     part = tl.cast(tl.program_id(1), tl.int64)
     c = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = c < columns

@@ -1,0 +1,158 @@
+"""Which buffer a tensor looks into: every tensor that an op of the step touches becomes a `Region`.
+
+In: real tensors (or fakes). Out: regions, the role and size of each buffer, and when eager freed it. Guaranteed: the
+table keeps no tensor alive that was made in the step; it knows them by weak references to their storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
+
+from takeback.compiler.program import Buffer, BufferId, Region, Role
+from takeback.errors import CaptureError
+
+
+class BufferTable:
+    """The buffers of one step. `known` are the user's tensors, `reachable` those that the model or loss_fn can be seen
+    to hold, `at()` says in an error where the step is. `addresses`: they are noted; a fake tensor has none."""
+
+    def __init__(
+        self,
+        known: Mapping[torch.Tensor, tuple[Role, str]],
+        batch: Sequence[torch.Tensor],
+        *,
+        reachable: Sequence[torch.Tensor] = (),
+        addresses: bool = False,
+        at: Callable[[], str] = str,
+    ) -> None:
+        self.buffers: dict[BufferId, Buffer] = {}
+        self.externals: dict[BufferId, torch.Tensor] = {}
+        self.leaves: dict[BufferId, int] = {}
+        self.death: dict[BufferId, int] = {}  #: the op before which eager had freed it
+        self.address: dict[BufferId, int] = {}  #: where eager had put what was made in the step
+        self.device = next((t.device for t, (role, _) in known.items() if role is Role.PARAMETER), torch.device("cpu"))
+        self._at = at
+        self._addresses = addresses
+        self._batch = tuple(batch)
+        self._reachable = {t.untyped_storage()._cdata for t in reachable if t.layout is torch.strided}
+        self._by_storage: dict[int, BufferId] = {}
+        self._weak: dict[BufferId, StorageWeakRef] = {}
+        self._alive: dict[BufferId, StorageWeakRef] = {}
+        self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._leaf_storages: set[int] = set()
+        for tensor, (role, name) in known.items():
+            self._borrow(tensor, role, name)
+        for i, leaf in enumerate(batch):
+            self._borrow_leaf(leaf, i)
+
+    # -- making buffers --------------------------------------------------------------------------------------------
+
+    def _borrow(self, tensor: torch.Tensor, role: Role, name: str) -> BufferId:
+        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if ident is None:
+            ident = self._new(tensor, role, name)
+            self.externals[ident] = tensor.detach()
+        return ident
+
+    def _borrow_leaf(self, leaf: torch.Tensor, position: int) -> None:
+        ident = BufferId(len(self.buffers))
+        begin, end = Region(ident, leaf.dtype, tuple(leaf.shape), leaf.stride(), 0).span_bytes
+        self.buffers[ident] = Buffer(ident, end - begin, Role.BATCH, f"batch{position}", self._elsewhere(leaf))
+        self.leaves[ident] = position
+        self._leaf_of[leaf] = (ident, leaf.storage_offset())
+        # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
+        self._leaf_storages.add(leaf.untyped_storage()._cdata)
+
+    def constant(self, tensor: torch.Tensor) -> Region:
+        """A copy of the tensor that belongs to the program."""
+        ident = BufferId(len(self.buffers))
+        constant = tensor.detach().clone()
+        size, where = constant.untyped_storage().nbytes(), self._elsewhere(constant)
+        self.buffers[ident] = Buffer(ident, size, Role.CONSTANT, f"constant{ident}", where)
+        self.externals[ident] = constant
+        return Region(ident, constant.dtype, tuple(constant.shape), tuple(constant.stride()), 0)
+
+    def made(self, tensor: torch.Tensor) -> BufferId:
+        """A buffer for a tensor that the step has just made."""
+        ident = self._new(tensor, Role.INTERNAL)
+        self._alive[ident] = self._weak[ident]
+        if self._addresses:
+            self.address[ident] = tensor.untyped_storage().data_ptr()
+        return ident
+
+    def _new(self, tensor: torch.Tensor, role: Role, name: str = "") -> BufferId:
+        ident = BufferId(len(self.buffers))
+        storage = tensor.untyped_storage()
+        self.buffers[ident] = Buffer(ident, storage.nbytes(), role, name, self._elsewhere(tensor))
+        self._weak[ident] = StorageWeakRef(storage)  # keeps the address from being used again
+        self._by_storage[storage._cdata] = ident
+        return ident
+
+    def _elsewhere(self, tensor: torch.Tensor) -> str:
+        return "" if tensor.device.type == self.device.type else str(tensor.device)
+
+    # -- looking up ------------------------------------------------------------------------------------------------
+
+    def region(self, tensor: torch.Tensor) -> Region:
+        """Where the tensor looks. One that nobody has shown before belongs to the user's closure."""
+        leaf = self._leaf_of.get(tensor)
+        if leaf is not None:
+            ident, base = leaf
+            offset = tensor.storage_offset() - base
+        else:
+            key = tensor.untyped_storage()._cdata
+            found = self._by_storage.get(key)
+            if found is None and key in self._leaf_storages and key not in self._reachable:
+                raise CaptureError(
+                    f"a view of the batch reached an op{self._at()} by a way that takeback cannot follow, so the next "
+                    f"batch would not be read there. Make the view with ordinary tensor methods inside loss_fn."
+                )
+            if found is None:
+                found = self._borrow(tensor, Role.CLOSURE, f"closure{len(self.externals)}")
+            ident, offset = found, tensor.storage_offset()
+        return Region(ident, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+
+    def of(self, tensor: torch.Tensor) -> Buffer:
+        return self.buffers[self.region(tensor).buffer]
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """False if the storage is a new one, if need be at the address of one that has died since (its weak reference
+        has expired)."""
+        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if ident is None:
+            return False
+        weak = self._weak.get(ident)
+        return weak is None or not weak.expired()
+
+    def follow_leaf(self, view: torch.Tensor, source: torch.Tensor) -> None:
+        """A view of a batch tensor is that batch tensor's."""
+        trail = self._leaf_of.get(source)
+        if trail is not None:
+            self._leaf_of[view] = trail
+
+    def whole(self, buffer: BufferId) -> torch.Tensor:
+        """The user's tensor that a borrowed buffer is."""
+        return self.externals[buffer] if buffer in self.externals else self._batch[self.leaves[buffer]]
+
+    def shares_memory(self, leaf: BufferId) -> bool:
+        """Whether a batch tensor's memory is also another one's, or that of a tensor the model or loss_fn holds."""
+        mine = self.whole(leaf).untyped_storage()._cdata
+        sharing = [t for t in self._batch if t.untyped_storage()._cdata == mine]
+        return len(sharing) > 1 or mine in self._reachable
+
+    # -- what has died ---------------------------------------------------------------------------------------------
+
+    def bury(self, position: int) -> None:
+        """Notes which buffers eager has freed before the op at `position`."""
+        dead = [ident for ident, weak in self._alive.items() if weak.expired()]
+        for ident in dead:
+            self.death[ident] = position
+            del self._alive[ident]
+
+    def still_alive(self) -> Iterator[BufferId]:
+        """Of what the step has made, what somebody holds just now."""
+        yield from (ident for ident, weak in self._alive.items() if not weak.expired())

@@ -1,0 +1,33 @@
+"""Finds, after a recorded step, what a replay would get wrong in silence: a tensor of the step that somebody still
+holds, and one that came into it behind torch's back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.program import Op, Role
+
+
+def escaped(table: BufferTable, ops: Sequence[Op], allowed: Sequence[torch.Tensor]) -> Op | None:
+    """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
+    keep = {table.region(t).buffer for t in allowed}
+    if any(b not in keep for b in table.still_alive()):
+        gc.collect()
+    first = next((b for b in table.still_alive() if b not in keep), None)
+    if first is None:
+        return None
+    return next((op for op in ops if any(r.buffer == first for r in op.outputs)), None)
+
+
+def orphan(table: BufferTable, ops: Sequence[Op]) -> Op | None:
+    """The op that reads a tensor made inside the step behind torch's back (numpy, a C++ extension); or None."""
+    for ident, tensor in table.externals.items():
+        # Checked on 2.11 and 2.13: one use is our own alias of it, so nobody else holds these bytes.
+        storage = tensor.untyped_storage()
+        if table.buffers[ident].role is Role.CLOSURE and torch._C._storage_Use_Count(storage._cdata) <= 2:
+            return next(op for op in ops if any(r.buffer == ident for r in op.inputs))
+    return None

@@ -1,0 +1,296 @@
+"""Runs the user's step once under the recorder and returns a `Capture`: program, assumptions and results.
+
+The forward and backward have run for real when this returns, and gradients lie in `.grad`; nothing of the model or
+optimizer has been changed for good except what the step itself wrote, and `Capture.rewind_` takes that back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from takeback.compiler.capture.assumptions import Assumptions
+from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, tensors_of
+from takeback.compiler.capture.leaks import tripwires
+from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
+from takeback.compiler.capture.randomness import default_generators
+from takeback.compiler.capture.recorder import Recorder
+from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
+from takeback.compiler.capture.site import at
+from takeback.compiler.capture.subject import Subject
+from takeback.compiler.program import Phase, Program
+from takeback.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class AuxSlot:
+    """Stands in aux for the tensor at `index`."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one recorded forward and backward gave."""
+
+    program: Program
+    assumptions: Assumptions
+    loss: torch.Tensor
+    aux: Any  #: as loss_fn returned it, detached; None if it returned the loss alone
+    aux_form: Any  #: the same with an `AuxSlot` for every tensor
+    has_aux: bool
+    grad_norm: torch.Tensor | None
+    rewind_: Callable[[], None]  #: takes back what the step wrote and drew, as often as it is called
+    statistics: tuple[torch.Tensor, ...]  #: what the forward and backward wrote of the user's
+
+
+Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
+
+
+def capture(
+    subject: Subject,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    recording: Recordings | None = None,
+    real: bool = True,
+    on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
+) -> Capture:
+    """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
+    what takes back all that the step writes, before it writes anything."""
+    first = _assume(subject, args, kwargs)
+    before = {
+        t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
+    }
+    device = next((p.device for p in subject.parameters), torch.device("cpu"))
+    states = [(g, g.get_state()) for g in default_generators(device)] if real else []
+    try:
+        try:
+            return _attempt(subject, args, kwargs, recording, real, on_abort)
+        except _KeptState as kept:
+            for generator, state in states:
+                generator.set_state(state)
+            got = _attempt(subject, args, kwargs, recording, real, on_abort)
+            taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
+            _refuse_unknown_state(got, subject, before | taken_back)
+            return got
+    except _KeptState as kept:
+        first.restore_()
+        raise CaptureError(str(kept)) from None
+
+
+def _strided(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield from (t for t in tensors if t.layout is torch.strided)
+
+
+def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]) -> None:
+    """State that the first recording made and wrote, and that the second wrote again, would be one step ahead of
+    eager's: what it held in between is not known."""
+    for tensor in got.statistics:
+        if tensor.untyped_storage()._cdata not in known:
+            got.rewind_()
+            for p in subject.parameters:
+                p.grad = None
+            raise _KeptState(
+                f"the step makes a tensor of shape {tuple(tensor.shape)} the first time it runs, keeps it, and writes "
+                f"it in the same run and in every later one. What it held before is not known, so its first update "
+                f"would count twice. Make it before the first step, or keep it as a buffer of a module."
+            )
+
+
+def _assume(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Assumptions:
+    return Assumptions(model=subject.model, loss_fn=subject.loss_fn, arguments=tuple(objects_of((args, kwargs))))
+
+
+class _KeptState(Exception):
+    """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
+
+    def __init__(self, reason: str, new_state: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__(reason)
+        self.new_state = new_state  #: what the step made and wrote, as it was before it was written
+
+
+def _attempt(
+    subject: Subject,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recording: Recordings | None,
+    real: bool,
+    on_abort: Callable[[Callable[[], None]], None],
+) -> Capture:
+    assumptions = _assume(subject, args, kwargs)
+    for p in subject.parameters:
+        p.grad = None
+    torch.clear_autocast_cache()  # casts of the weights made before belong to the step, and must be in the program
+    batch = tensors_of((args, kwargs))
+    log: AllocatorLog | None = None
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(recording()) if recording is not None else None
+        recorder = Recorder(
+            subject.known(),
+            batch,
+            log,
+            real,
+            reachable=assumptions.tensors,
+            generators=assumptions.generators if real else (),
+            held=functools.partial(_held_by, subject.model),
+        )
+        on_abort(recorder.undo_)
+        try:
+            with tripwires(), torch.enable_grad():
+                ran = _run(subject, recorder, args, kwargs, assumptions.tensors)
+        except BaseException:
+            recorder.undo_()
+            for p in subject.parameters:
+                p.grad = None
+            raise
+    return _finish(subject, recorder, assumptions, ran, log.events if log is not None else ())
+
+
+def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that are attributes of the model's modules, registered or not."""
+    for module in model.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a run of the step gave, besides the gradients in `.grad`."""
+
+    loss: torch.Tensor
+    aux: Any
+    has_aux: bool
+    grad_norm: torch.Tensor | None
+
+
+def _run(
+    subject: Subject,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reachable: Sequence[torch.Tensor],
+) -> _Ran:
+    """The eager recipe: forward, backward, sum over microbatches, unscale, clip."""
+    count, scaling = subject.accumulate, subject.scaling
+    if scaling is not None:
+        scaling.begin_()
+    total: torch.Tensor | None = None
+    parts: list[Any] = []
+    has_aux = False
+    with recorder:
+        for index in range(count):
+            recorder.phase = Phase.FORWARD
+            part_args, part_kwargs = (args, kwargs) if count == 1 else microbatch((args, kwargs), index, count)
+            out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
+            loss, aux, has_aux = split_loss(out, subject.loss_fn)
+            check_loss(loss, subject, first=index == 0)
+            check_leaves(loss, subject, reachable)
+            parts.append(aux)
+            part = loss if count == 1 else loss / count
+            root = part if scaling is None else scaling.scale(part)
+            recorder.phase = Phase.BACKWARD
+            _backward(root)
+            detached = part.detach()
+            total = detached if total is None else total + detached
+            del loss, out, part, root
+    recorder.mark_end_of_backward()
+    with recorder:
+        if scaling is None:
+            recorder.phase = Phase.UPDATE
+        else:
+            scaling.unscale_()  # still the backward, and so is clipping: eager does both, then decides on the update
+        wanted = [p for p in subject.parameters if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
+    assert total is not None
+    return _Ran(total, parts[0] if count == 1 else tuple(parts), has_aux, norm)
+
+
+def _backward(loss: torch.Tensor) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        if "second time" in str(error):
+            raise CaptureError(
+                "loss_fn ran the backward itself, so there is nothing left to differentiate. Return the loss; "
+                "takeback runs forward, backward and update."
+            ) from error
+        raise
+
+
+def _finish(
+    subject: Subject, recorder: Recorder, assumptions: Assumptions, ran: _Ran, events: Sequence[AllocatorEvent]
+) -> Capture:
+    """Refuses what a replay would get wrong; else puts the capture together."""
+    aux_tensors = tensors_of(ran.aux)
+    grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
+    found_inf = subject.scaling.found_inf if subject.scaling is not None else None
+    given = [ran.loss, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
+    torch.clear_autocast_cache()
+    reason = _kept(recorder, assumptions, given)
+    if reason is not None:
+        recorder.undo_()
+        for p in subject.parameters:
+            p.grad = None
+        raise _KeptState(reason, recorder.new_state)
+    program = recorder.program(
+        recorder.region(ran.loss),
+        tuple(recorder.region(t) for t in aux_tensors),
+        {i: recorder.region(g) for i, g in grads.items()},
+        recorder.region(ran.grad_norm) if ran.grad_norm is not None else None,
+        events,
+    )
+    if found_inf is not None:
+        program = replace(program, found_inf=recorder.region(found_inf))
+    aux = map_tensors(ran.aux, lambda t: t.detach())
+    counter = iter(range(len(aux_tensors)))
+    form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
+    return Capture(
+        program,
+        assumptions,
+        ran.loss,
+        aux,
+        form,
+        ran.has_aux,
+        ran.grad_norm,
+        recorder.rewind_,
+        recorder.statistics,
+    )
+
+
+def _kept(recorder: Recorder, assumptions: Assumptions, given: Sequence[torch.Tensor]) -> str | None:
+    """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""
+    escaped = recorder.escaped(given)
+    if escaped is not None:
+        where = escaped.site.describe() if escaped.site else "unknown line"
+        return (
+            f"a tensor made in the step outlives it: the result of {escaped.name} at {where} is still held by your "
+            f"objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
+            f"loss_fn may return (loss, aux)."
+        )
+    orphan = recorder.orphan()
+    if orphan is not None:
+        return (
+            f"{orphan.name}{at(orphan.site)} reads a tensor that was made inside the step without torch's dispatcher "
+            f"(numpy, a C++ extension). A replay would use the same data for ever. Make it before the step and pass "
+            f"it in."
+        )
+    drawn = assumptions.drawn()
+    if drawn is not None:
+        return (
+            f"the step keeps state in Python: it draws from {drawn}, and a replay would use the first draw for ever. "
+            f"Draw before the step and pass the result in as a tensor, or draw with torch."
+        )
+    changed = assumptions.change()
+    if changed is not None:
+        return (
+            f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
+            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model."
+        )
+    return None

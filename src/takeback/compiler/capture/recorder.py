@@ -1,0 +1,224 @@
+"""Records one real training step as a `Program`: a dispatch mode sees every op below autograd, with its real tensors.
+
+Contract: the recorded step *is* eager's step, same kernels, same order, same results; the recorder only looks. It holds
+no tensor alive that eager would have freed. What the forward and backward write into the user's tensors is remembered
+(undo.py), so that it can be put back if the step does not complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 and 2.13
+
+from takeback.compiler.capture import outlives
+from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.capture.op_facts import facts_of, written_tensors
+from takeback.compiler.capture.randomness import RandomTrail
+from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
+from takeback.compiler.capture.site import Sites
+from takeback.compiler.capture.undo import Undo
+from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_resized, refuse_unusual
+from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role, Site
+
+aten = torch.ops.aten
+
+
+class Recorder(TorchDispatchMode):
+    """Collects the ops of one step. Use as a context manager around the step, then call `program()`."""
+
+    records = True  #: tells a recorder from other modes on the stack
+
+    def __init__(
+        self,
+        known: Mapping[torch.Tensor, tuple[Role, str]],
+        batch: Sequence[torch.Tensor],
+        log: AllocatorLog | None = None,
+        real: bool = True,
+        *,
+        reachable: Sequence[torch.Tensor] = (),
+        generators: Sequence[torch.Generator] = (),
+        held: Callable[[], Iterable[torch.Tensor]] = tuple,
+    ) -> None:
+        """`held()`: the tensors that the model's attributes hold just now."""
+        super().__init__()
+        self.ops: list[Op] = []
+        self.phase = Phase.FORWARD
+        self._sites = Sites()
+        self.table = BufferTable(known, batch, reachable=reachable, addresses=log is not None, at=self._sites.at)
+        self._undo = Undo(self.table, held, self._sites.at)
+        self._log = log
+        self._real = real
+        # Fake ops draw no numbers.
+        self._random = RandomTrail(generators, self.table.device) if real else None
+
+    # -- ops ---------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
+            return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
+        facts = facts_of(func)
+        position = len(self.ops)
+        site = self._sites.here()
+        refuse_dynamic(func, args, site)
+        self.table.bury(position)
+
+        if func is aten.lift_fresh.default:
+            return self._lift(args[0], site)
+        storages: dict[int, torch.Tensor] = {}
+        described = tuple(self._describe(a, storages) for a in args)
+        described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()}
+        mutated = written_tensors(func, args, kwargs)
+        if self._real:
+            self._undo.remember(mutated, self.phase)
+        generator = kwargs.get("generator")
+        if facts.random and self._random is not None:
+            self._random.before(generator, position, site)
+
+        if self._log is not None:
+            self._log.cell[0] = position
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            if self._log is not None:
+                self._log.cell[0] = -1
+
+        if facts.random and self._random is not None:
+            self._random.after(generator, position + 1)
+        known = len(self.table.buffers)
+        refuse_resized(func, mutated, self.table, site)
+        outs = out if isinstance(out, tuple | list) else (out,)
+        described_out = tuple(self._result(v, storages) for v in outs)
+        expected = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
+        # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
+        if len(self.table.buffers) > known or mutated or expected is not None:
+            ids = tuple(dict.fromkeys(self.table.region(t).buffer for t in mutated))
+            self.ops.append(
+                Op(
+                    func,
+                    described,
+                    described_kw,
+                    described_out,
+                    ids,
+                    self.phase,
+                    torch.is_grad_enabled(),
+                    site,
+                    expected,
+                )
+            )
+        return out
+
+    def _lift(self, tensor: torch.Tensor, site: Site | None) -> torch.Tensor:
+        """torch.tensor(data): the data is a constant of the program, and the tensor a copy of it, which the step may
+        write (`total = torch.tensor(0.0); total += loss`)."""
+        if not self.table.knows(tensor):
+            source = self.table.constant(tensor)
+            self.table.made(tensor)
+            result = self.table.region(tensor)
+            self.ops.append(Op(aten.clone.default, (source,), {}, (result,), (), self.phase, False, site))
+        return tensor
+
+    # These two are methods, not closures: a recursive closure is a cycle that would keep eager's tensors alive.
+
+    def _describe(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
+        if isinstance(value, torch.Tensor):
+            refuse_unusual(value, self._sites.at, real=self._real)
+            storages[value.untyped_storage()._cdata] = value
+            return self.table.region(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._describe(v, storages) for v in value)
+        return value
+
+    def _result(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
+        if isinstance(value, torch.Tensor):
+            refuse_unusual(value, self._sites.at, real=self._real)
+            source = storages.get(value.untyped_storage()._cdata)
+            if source is not None:
+                self.table.follow_leaf(value, source)
+            elif not self.table.knows(value):
+                self.table.made(value)
+            return self.table.region(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._result(v, storages) for v in value)
+        return value
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def mark_end_of_backward(self) -> None:
+        if self._random is not None:
+            self._random.finish(len(self.ops))
+
+    @property
+    def statistics(self) -> tuple[torch.Tensor, ...]:
+        """What the forward and backward wrote of the user's."""
+        return self._undo.statistics
+
+    @property
+    def new_state(self) -> tuple[torch.Tensor, ...]:
+        """What the step made, put into the model and then wrote; `undo_` takes back the writing."""
+        return self._undo.new_state
+
+    def undo_(self) -> None:
+        """Puts back what the recorded forward and backward wrote into the user's tensors."""
+        self._undo.undo_()
+
+    def rewind_(self) -> None:
+        """Back to before the step: the user's tensors, and where the random generators stood."""
+        self.undo_()
+        if self._random is not None:
+            self._random.rewind_()
+
+    def escaped(self, allowed: Sequence[torch.Tensor]) -> Op | None:
+        """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
+        return outlives.escaped(self.table, self.ops, allowed)
+
+    def orphan(self) -> Op | None:
+        """The op that reads a tensor made inside the step behind torch's back (numpy, a C++ extension); or None."""
+        return outlives.orphan(self.table, self.ops)
+
+    def region(self, tensor: torch.Tensor) -> Region:
+        return self.table.region(tensor)
+
+    def program(
+        self,
+        loss: Region,
+        aux: tuple[Region, ...],
+        grads: Mapping[int, Region],
+        grad_norm: Region | None,
+        events: Sequence[AllocatorEvent] = (),
+    ) -> Program:
+        """Everything recorded, with the scratch that the allocator saw inside each op."""
+        table = self.table
+        table.bury(len(self.ops))
+        addressed = attach_scratch(self.ops, table.address, events)
+        woven = self._random.weave(addressed) if self._random is not None else addressed
+        shift = _positions(addressed, woven)
+        return Program(
+            tuple(woven),
+            dict(table.buffers),
+            dict(table.externals),
+            dict(table.leaves),
+            loss,
+            aux,
+            dict(grads),
+            grad_norm,
+            eager_death={b: shift(p) for b, p in table.death.items()},
+        )
+
+
+def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:
+    """Maps a position in `before` to the same op's position in `after`, which holds a few ops more."""
+    if len(before) == len(after):
+        return lambda position: position
+    place = {id(op): i for i, op in enumerate(after)}
+    table = [place[id(op)] for op in before] + [len(after)]
+    return lambda position: table[position]

@@ -1,0 +1,62 @@
+"""Refuses what no plan can hold, at the op that brings it: unusual tensors, shapes that depend on data, resizing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.capture.op_facts import facts_of
+from takeback.compiler.capture.site import at
+from takeback.compiler.program import OpOverload, Role, Site
+from takeback.errors import CaptureError
+
+aten = torch.ops.aten
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool) -> None:
+    """A tensor that is more than strided bytes. A fake one is a subclass, and allowed where the step is not real."""
+    if real and type(tensor) not in _PLAIN_TENSORS:
+        raise CaptureError(
+            f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__}) takes part in the step"
+            f"{where()}. takeback plans plain tensors only; convert it before the step."
+        )
+    if tensor.layout is not torch.strided:
+        raise CaptureError(
+            f"a tensor of layout {tensor.layout} takes part in the step{where()}. takeback plans strided "
+            f"tensors only; for nn.Embedding use sparse=False."
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise CaptureError(
+            f"a lazily conjugated or negated tensor takes part in the step{where()}. "
+            f"Call .resolve_conj() or .resolve_neg() on it."
+        )
+
+
+def refuse_dynamic(target: OpOverload, args: tuple[Any, ...], site: Site | None) -> None:
+    """A result whose shape depends on the data."""
+    if not facts_of(target).dynamic:
+        return
+    if target is aten.index.Tensor and not any(
+        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    ):
+        return
+    raise CaptureError(
+        f"{target} gives a tensor whose shape depends on the data{at(site)}, so no plan can hold it. Keep the shape "
+        f"fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch."
+    )
+
+
+def refuse_resized(target: OpOverload, mutated: Iterable[torch.Tensor], table: BufferTable, site: Site | None) -> None:
+    """An op that gave one of the tensors it wrote another size."""
+    for tensor in mutated:
+        buffer = table.of(tensor)
+        if buffer.role is not Role.BATCH and tensor.untyped_storage().nbytes() != buffer.size_bytes:
+            raise CaptureError(
+                f"{target}{at(site)} resized a tensor from {buffer.size_bytes} to {tensor.untyped_storage().nbytes()} "
+                f"bytes. A buffer has one size in a plan: give out= a tensor of the right shape."
+            )

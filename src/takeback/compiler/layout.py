@@ -1,0 +1,262 @@
+"""A draft in, a checked `Layout` out: what was decided about every value's bytes and, in an arena, where they lie.
+
+The decisions (lifetimes, kinds, owners) hold wherever a step runs. Offsets exist only where an arena of ours does; they
+have passed the validator and the borrow check, or an error is raised and nothing is run. Where the device's own
+allocator places there is nothing to solve: what is proved there is the code that takes and drops (run/audit.py).
+
+Time is counted in ticks finer than ops, because an op's scratch comes and goes inside it:
+
+    op i:   | start | event 0 | event 1 | ... | end |        an event is one request to the allocator or one release
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from takeback.compiler.ownership import borrow
+from takeback.compiler.ownership.facts import EMPTY
+from takeback.compiler.ownership.kinds import Kind, kind_of
+from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
+from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, slot_of
+from takeback.compiler.plan import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes, solve, validate
+from takeback.compiler.program import BufferId, Op, Program, Region, show_op
+from takeback.errors import BorrowError
+
+PASS = -1  #: the offset of a request that goes to the ordinary allocator
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What an op asks of the allocator, and the offset that answers it (PASS: none). `result`: the value it is for."""
+
+    size_bytes: int
+    offset_bytes: int
+    result: BufferId | None
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """Where everything lies in an arena."""
+
+    offsets: Mapping[BufferId, int]
+    requests: tuple[tuple[Request, ...], ...]  #: per op
+    size_bytes: int
+    lower_bound_bytes: int
+    order: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was decided about every value's bytes, and the arena they lie in if there is one."""
+
+    draft: Draft
+    kinds: tuple[Kind, ...]
+    alive: Mapping[BufferId, Lifetime]
+    slots: Mapping[BufferId, BufferId]  #: the buffer whose bytes these are in the end
+    alive_bytes: int  #: the most bytes of values and scratch at one time, without padding
+    arena: ArenaPlan | None  #: None where the device's own allocator places
+
+    @property
+    def program(self) -> Program:
+        return self.draft.program
+
+    @property
+    def placed(self) -> ArenaPlan:
+        """The arena, for who runs or draws one."""
+        assert self.arena is not None, "the device's own allocator places these values"
+        return self.arena
+
+
+def asks_for_results(kind: Kind) -> bool:
+    return kind is Kind.ALLOCATE
+
+
+def lay_out(draft: Draft) -> Layout:
+    """Decides who has which bytes when; in an arena, places them and proves it."""
+    program = draft.program
+    alive = lifetimes(program, draft.kept)
+    kinds = tuple(_kinds(draft))
+    slots = {b: slot_of(draft, b) for b in alive}
+    windows, scratch = _items(program, kinds, alive, slots)
+    items = (*windows.values(), *scratch.values())
+    alive_bytes = lower_bound_bytes(Problem(items, alignment_bytes=1))
+    layout = Layout(draft, kinds, alive, slots, alive_bytes, None)
+    if draft.home is not Home.ARENA:
+        return layout
+    draft, problem, solution = _solve(draft, items, windows)
+    validate(problem, solution)
+    offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
+    inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
+    requests = tuple(_requests(program, kinds, offsets, inner))
+    bound = lower_bound_bytes(problem)
+    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order)
+    layout = replace(layout, draft=draft, arena=arena)
+    borrow.check(effects(layout))
+    return layout
+
+
+def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0) -> int:
+    """The most bytes that a step takes above what is resident and what it saves to be taken back. `kept_grad_bytes`:
+    of gradients that are copied out; `missed`: of requests that nobody expected."""
+    if layout.arena is None:
+        return layout.alive_bytes + missed  # what is returned or kept is handed on, not copied
+    program = layout.program
+    # Tensor bytes: what fragmentation costs counts, the padding between tensors does not.
+    alive = layout.alive_bytes + layout.arena.size_bytes - layout.arena.lower_bound_bytes
+    # What is returned is copied out when the step is over: by then only these values are alive.
+    last = {
+        layout.slots[r.buffer]
+        for r in (*program.returned, *program.grads.values())
+        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
+    }
+    returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
+    at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
+    return max(alive + missed, at_end)
+
+
+def _items(
+    program: Program, kinds: tuple[Kind, ...], alive: Mapping[BufferId, Lifetime], slots: Mapping[BufferId, BufferId]
+) -> tuple[dict[BufferId, Item], dict[tuple[int, int], Item]]:
+    """What takes bytes and when: every owner with all that takes its bytes after it, and every op's scratch, by (op,
+    number of the request)."""
+    ticks = _ticks(program.ops)
+    asked = {
+        s.result: ticks[position] + 1 + s.start
+        for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True))
+        if asks_for_results(kind)
+        for s in op.scratch
+        if s.result is not None
+    }
+    spans: dict[BufferId, list[int]] = {}
+    for b, life in alive.items():
+        start, end = asked.get(b, ticks[life.start]), ticks[life.end]
+        window = spans.setdefault(slots[b], [start, end])
+        window[0], window[1] = min(window[0], start), max(window[1], end)
+    windows = {b: Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in spans.items()}
+    scratch: dict[tuple[int, int], Item] = {}
+    following = max((int(b) for b in program.buffers), default=0) + 1
+    for position, op in enumerate(program.ops):
+        base = ticks[position] + 1
+        for k, taken in enumerate(op.scratch):
+            if taken.result is None and taken.end is not None and taken.size_bytes:
+                ident = ItemId(following + len(scratch))
+                scratch[position, k] = Item(ident, taken.size_bytes, base + taken.start, base + taken.end)
+    return windows, scratch
+
+
+def _requests(
+    program: Program,
+    kinds: tuple[Kind, ...],
+    offsets: Mapping[BufferId, int],
+    inner: Mapping[tuple[int, int], int],
+) -> Iterator[tuple[Request, ...]]:
+    for position, (op, kind) in enumerate(zip(program.ops, kinds, strict=True)):
+        mine: list[Request] = []
+        for k, taken in enumerate(op.scratch):
+            if taken.result is None:
+                mine.append(Request(taken.size_bytes, inner.get((position, k), PASS), None))
+            elif asks_for_results(kind):
+                mine.append(Request(taken.size_bytes, offsets.get(taken.result, PASS), taken.result))
+        yield tuple(mine)
+
+
+def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
+    """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
+    if that makes the arena smaller; then the draft says so."""
+    problem = Problem(items, packs=_packs(draft, slots))
+    solution = solve(problem)
+    needed = draft.program.flags is not None  # a group reduces them in one piece
+    if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
+        return draft, problem, solution
+    loose = Problem(items)
+    other = solve(loose)
+    more = solution.arena_bytes - other.arena_bytes
+    if more <= 0:
+        return draft, problem, solution
+    placements = dict(draft.placements)
+    refusals: list[Refusal] = []
+    for b in slots:
+        if isinstance(placements.get(b), Packed):
+            placements[b] = Fresh()
+            size = draft.program.buffers[b].size_bytes
+            refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
+    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+
+
+def _packs(draft: Draft, slots: Collection[BufferId]) -> tuple[Pack, ...]:
+    """The flat buffers of which some slices are alive at some time."""
+    packs: dict[str, list[tuple[ItemId, int]]] = {}
+    for b in slots:
+        placement = draft.placements.get(b)
+        if isinstance(placement, Packed):
+            packs.setdefault(placement.buffer, []).append((ItemId(b), placement.offset_bytes))
+    return tuple(Pack(tuple(members)) for _, members in sorted(packs.items()))
+
+
+def _kinds(draft: Draft) -> Iterator[Kind]:
+    for op in draft.program.ops:
+        first = op.results[0] if op.results else None
+        placement = draft.placements.get(first.buffer) if isinstance(first, Region) else None
+        yield kind_of(op, overwrites=isinstance(placement, Overwrites))
+
+
+def _ticks(ops: tuple[Op, ...]) -> list[int]:
+    ticks = [0]
+    for op in ops:
+        events = max((max(s.start, s.end or 0) + 1 for s in op.scratch), default=0)
+        ticks.append(ticks[-1] + 2 + events)
+    return ticks
+
+
+def effects(layout: Layout) -> Iterator[borrow.Effect]:
+    """What every op does to the arena's bytes: a new value for every write, its reads by the value they mean."""
+    program, arena = layout.program, layout.placed
+    version: dict[BufferId, int] = {}
+    empty = {r.buffer for op in program.ops if op.target in EMPTY for r in op.outputs}
+    count = 0
+
+    def access(buffer: BufferId) -> borrow.Access:
+        start = arena.offsets[buffer]
+        size = program.buffers[buffer].size_bytes
+        return borrow.Access(
+            version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}"
+        )
+
+    for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
+        if kind is Kind.NOTHING:
+            continue
+        mutated = set(op.mutates)
+        placed = [r.buffer for r in op.inputs if r.buffer in arena.offsets]
+        # A buffer's first write may be an op that fills it in place, and what torch.empty gave holds anything.
+        early = [b for b in placed if b not in version and b not in mutated and b not in empty]
+        if early:
+            raise BorrowError(f"{show_op(op, program.buffers)[:200]} reads %{early[0]} before anything has written it")
+        read = dict.fromkeys(b for b in placed if b in version)
+        reads = {b: access(b) for b in read}
+        written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in arena.offsets)
+        written.update(dict.fromkeys(b for b in mutated if b in arena.offsets))
+        allowed: set[tuple[int, int]] = set()
+        writes: list[borrow.Access] = []
+        for b in written:
+            before = version.get(b)
+            count += 1
+            version[b] = count
+            writes.append(access(b))
+            if b in mutated and before is not None:
+                allowed.add((count, before))
+            placement = layout.draft.placements.get(b)
+            if isinstance(placement, Overwrites) and placement.op == position:
+                allowed.add((count, reads[placement.buffer].value))
+        scratch = tuple(
+            borrow.Span(e.offset_bytes, e.offset_bytes + e.size_bytes)
+            for e in arena.requests[position]
+            if e.result is None and e.offset_bytes != PASS
+        )
+        label = show_op(op, program.buffers)[:200]
+        operands = tuple(reads.values())
+        if scratch:
+            # Scratch that is released before a result is asked for may lie where the result will: the operands must
+            # survive it, the results come after it. What overlaps in time as well is the validator's to find.
+            yield borrow.Effect(position, f"scratch of {label}", operands, (), scratch=scratch)
+        yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

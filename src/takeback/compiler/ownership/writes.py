@@ -1,0 +1,34 @@
+"""What a step changes besides its own buffers: the user's tensors before the update, and the generators it draws from.
+
+Facts about a program. Whoever runs one saves these first, so that a step which does not end can be taken back.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from takeback.compiler.capture.randomness import default_generators, generator_key
+from takeback.compiler.program import BufferId, Phase, Program, Role, Special
+
+
+def written_before_update(program: Program) -> list[BufferId]:
+    """What the forward and backward write of the user's, in order: running statistics, counters."""
+    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
+    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
+
+
+def undo_bytes(program: Program) -> int:
+    """What the saved copies of these take, outside of the plan."""
+    return sum(program.buffers[b].size_bytes for b in written_before_update(program))
+
+
+def generators_of(program: Program) -> tuple[torch.Generator, ...]:
+    """The generators that the step draws from."""
+    found: dict[int, torch.Generator] = {}
+    for op in program.ops:
+        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
+            own = op.kwargs.get("generator")
+            drawn = (own,) if isinstance(own, torch.Generator) else default_generators(program.device)
+            for each in drawn:
+                found.setdefault(generator_key(each), each)
+    return tuple(found.values())

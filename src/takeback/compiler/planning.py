@@ -1,0 +1,138 @@
+"""From the setting of `memory` to a layout that keeps it: the passes are run for the goal that the setting stands for.
+
+"keep"     nothing is computed twice
+"auto"     the lowest peak for a share of the step's time that eager would have spent on its allocations
+"min"      the lowest peak there is
+"0.6x"     of eager's peak above what is resident anyway, with the least added time
+"12GiB"    for everything: parameters, optimizer state, batch and what the step needs, with the least added time
+
+Planning decides, and runs nothing: it knows programs, passes and integers, not executors or reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from takeback.compiler.capture.twin import disproof
+from takeback.compiler.capture.update import own_step_reason
+from takeback.compiler.layout import Layout, lay_out, transient_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
+from takeback.compiler.passes.draft import Home
+from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
+from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Progress, Within
+from takeback.compiler.passes.reduce import Sharing
+from takeback.compiler.program import BufferId, Op, Program
+from takeback.errors import MemoryTargetError, OptionError
+from takeback.options import Options, memory_target
+
+#: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
+#: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
+AUTO_SHARE = {"cpu": 0.055, "cuda": 0.02}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout that keeps its budget, with what the rebuilding in it is predicted to cost."""
+
+    layout: Layout
+    step_s: float  #: predicted, without rebuilding
+    added_s: float
+
+
+def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
+    reason = (own_step_reason(optimizer) or disproof(optimizer)) if options.update == "early" else None
+    if reason is not None:
+        raise OptionError(
+            f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
+            f"called: {reason}. Use update='end'."
+        )
+
+
+def settings_for(
+    program: Program,
+    options: Options,
+    seconds: Callable[[Op], float],
+    *,
+    home: Home = Home.ARENA,
+    sharing: Sharing | None = None,
+    progress: Progress | None = None,
+) -> PassSettings:
+    """What the passes are told for these options. A target's goal is set by `plan_within`, which knows the room."""
+    goals: dict[str, Goal] = {
+        "keep": Keep(),
+        "min": Lowest(),
+        "auto": Within(AUTO_SHARE.get(program.device_type, 0.0)),
+    }
+    return PassSettings(
+        home=home,
+        early=options.update == "early",
+        sharing=sharing,
+        goal=goals.get(options.memory, Keep()),
+        chooser=Chooser(seconds, options.solve_s, progress),
+    )
+
+
+def plan_within(
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    settings: PassSettings,
+    *,
+    watch: Watcher | None = None,
+) -> Planned:
+    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `watch` is told of every pass."""
+    if options.has_target:
+        return _below(program, kept, options, settings, watch)
+    draft = run_passes(program, kept, settings, watch=watch)
+    return _account(program, lay_out(draft), settings)
+
+
+def _below(
+    program: Program, kept: frozenset[BufferId], options: Options, settings: PassSettings, watch: Watcher | None
+) -> Planned:
+    """The cheapest layout below the target. Placing may lift one above it; then the next lower peak is tried."""
+    wanted = memory_target(options.memory)
+    resident = resident_bytes(program)
+    outside = resident + undo_bytes(program)
+    if isinstance(wanted, float):
+        wanted = resident + int(wanted * eager_peak(program).transient_bytes)
+    kept_grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
+    room = wanted - outside
+    lowest: int | None = None
+    while True:
+        draft = run_passes(program, kept, replace(settings, goal=Below(room)), watch=watch)
+        layout = lay_out(draft)
+        reached = outside + transient_bytes(layout, kept_grads)
+        if reached <= wanted:
+            return _account(program, layout, settings)
+        lowest = reached if lowest is None else min(lowest, reached)
+        if draft.planned_peak_bytes is None or draft.planned_peak_bytes > room:  # the lowest there is was above it
+            raise MemoryTargetError(wanted, lowest, _impossible(options, wanted, lowest, outside, draft.notes))
+        room = draft.planned_peak_bytes - 1
+
+
+def _account(program: Program, layout: Layout, settings: PassSettings) -> Planned:
+    rebuilt = layout.draft.rebuilt
+    added = [op for op in layout.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
+    assert settings.chooser is not None
+    seconds = settings.chooser.seconds
+    return Planned(layout, sum(map(seconds, program.ops)), sum(map(seconds, added)))
+
+
+def _impossible(options: Options, wanted: int, lowest: int, outside: int, notes: tuple[str, ...]) -> str:
+    more = "".join(f" {note}" for note in notes)
+    return (
+        f"memory={options.memory!r} is {_mib(wanted)} for this step, and the lowest peak that rebuilding reaches is "
+        f"{_mib(lowest)}, of which {_mib(outside)} are alive between steps anyway (parameters, optimizer state, "
+        f"batch).{more} Ask for memory='min', take a smaller batch, or see `takeback explain --frontier`."
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,120 @@
+"""The plans of one compiled step, found by key and by whether they apply; the least recently used is dropped first.
+
+Finds out, too, when recording would never end: a value that the step reads into Python is a new one each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from takeback.compiler.capture.finish import Finished
+from takeback.compiler.capture.update import Update, lacks_state
+from takeback.compiler.capture.watch import Watch
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.program import Op, Program
+from takeback.compiler.run.proof import Skipped
+from takeback.compiler.run.replay import Replay
+from takeback.errors import CaptureError
+
+
+@dataclass
+class Plan:
+    """One recorded and planned step, and what must be the same for it to be used."""
+
+    key: Hashable
+    watch: Watch
+    finished: Finished
+    executor: Replay
+    aux_form: Any  #: aux with an `AuxSlot` for every tensor
+    has_aux: bool
+    names: tuple[str, ...]  #: of the parameters
+    step_s: float  #: predicted, without rebuilding
+    added_s: float
+    proved: bool = False  #: compared with its reference
+    skipped: Skipped | None = None  #: why it was not, where that was due
+    rehearsals: int = 0
+
+    @property
+    def original(self) -> Program:
+        """As it was recorded, before the passes."""
+        return self.finished.program
+
+    @property
+    def update(self) -> Update | None:
+        return self.finished.update
+
+    @functools.cached_property
+    def eager_bytes(self) -> int:
+        """What the eager step takes above what is resident: so much does comparing with it."""
+        return eager_peak(self.original).transient_bytes
+
+    def applies(self, leaves: Sequence[torch.Tensor]) -> bool:
+        if self.update is not None and not self.update.still_applies():
+            return False
+        if self.executor.written_leaves and len({t.untyped_storage().data_ptr() for t in leaves}) < len(leaves):
+            return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew
+        return self.watch.change(leaves) is None
+
+    def has_state_now(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the update could be in the plan, and is not because there was no state when it was made."""
+        parameters = [self.watch.parameters[i] for i in self.original.grads]
+        return self.finished.awaits_state and not lacks_state(optimizer, parameters)
+
+
+class PlanCache(Sequence[Plan]):
+    """At most `most` plans, most recently used first."""
+
+    def __init__(self, most: int) -> None:
+        self.last: Plan | None = None  #: the one used last, also after it was dropped
+        self._most = most
+        self._plans: tuple[Plan, ...] = ()  # replaced as a whole: Ctrl-C may come at any time
+        self._misses = 0  #: recordings in a row because no plan had the values that the step read into Python
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Plan]: ...
+
+    def __getitem__(self, index: int | slice) -> Plan | Sequence[Plan]:
+        return self._plans[index]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def matching(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> Iterator[Plan]:
+        """The plans that may be used for this batch, as long as they are asked for."""
+        for plan in self._plans:
+            if plan.key == key and plan.applies(leaves):
+                yield plan
+
+    def add_(self, plan: Plan) -> None:
+        self._plans = (plan, *self._plans)[: self._most]
+        self.last = plan
+
+    def used_(self, plan: Plan) -> None:
+        """A replay of this plan has been made."""
+        if self._plans[0] is not plan:
+            self._plans = (plan, *(p for p in self._plans if p is not plan))
+        self.last = plan
+        self._misses = 0
+
+    def drop_(self, plan: Plan) -> None:
+        self._plans = tuple(p for p in self._plans if p is not plan)
+
+    def missed_(self, op: Op) -> None:
+        """No plan had the value that `op` read into Python. Raises where that keeps happening: each step is right, but
+        none is ever compiled."""
+        self._misses += 1
+        if self._misses >= self._most:
+            where = op.site.describe() if op.site else "an unknown line"
+            raise CaptureError(
+                f"the step reads a tensor into Python at {where}, and the value was a new one {self._misses} "
+                f"times in a row. takeback holds such a value with a guard and records anew when it changes, which "
+                f"never ends here. Keep it in a tensor (torch.where instead of if), or pass it as an argument."
+            )

@@ -1,0 +1,70 @@
+"""One recorded step, from the batch to what the caller gets: it runs in eager under the recorder and is proved, then
+the user's objects change, then a plan is made of the recording. All of it is one transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from takeback.compiler.capture.record_step import Capture, Recordings, capture
+from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.subject import Subject
+from takeback.compiler.run.eager import Batch, Recipe, clip_
+from takeback.compiler.run.group import Group
+from takeback.compiler.run.proof import Measure
+from takeback.compiler.run.replayed_step import Results
+from takeback.compiler.run.snapshot import Snapshot
+from takeback.compiler.run.transaction import Transaction
+from takeback.compiler.run.verify import prove_recording
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """`run` it. `revocable`: also when the step has been made it can be taken back, at the price of copies of the
+    parameters and the optimizer's state."""
+
+    subject: Subject
+    recipe: Recipe
+    scaling: Scaling | None
+    group: Group | None
+    measure: Measure
+    recording: Recordings | None
+    streams: bool
+    revocable: bool
+
+    def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
+        """What eager gave. `then` is called after the commit: if it raises, the step is
+        taken back where it is revocable, and stays where it is not."""
+        recipe, scaling, group = self.recipe, self.scaling, self.group
+        with Transaction() as step:
+            if self.revocable:
+                step.on_abort(self._snapshot().restore_)
+            if group is not None:
+                step.on_abort(group.take_back_)
+            step.on_abort(recipe.drop_grads_)
+            step.compute()
+            got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort)
+            step.on_abort(got.rewind_)
+            prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+            norm = got.grad_norm
+            if group is not None:
+                group.average_grads_(streams=self.streams)
+                norm = clip_(self.subject.parameters, recipe.clip_norm)
+            step.commit()
+            if scaling is None:
+                recipe.optimizer.step()
+            else:
+                scaling.step_(scaling.found_inf)
+            if group is not None:
+                group.commit_()
+            if not self.revocable:
+                step.done()
+            then(got)
+            if not keep_grads:
+                recipe.drop_grads_()
+        return Results(got.loss.clone(), got.aux, got.has_aux, norm)
+
+    def _snapshot(self) -> Snapshot:
+        held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()
+        return Snapshot(self.subject.parameters, self.recipe.optimizer, held)

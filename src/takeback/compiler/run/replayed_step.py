@@ -1,0 +1,139 @@
+"""One replayed step, from the batch to what the caller gets: the executor computes, then the user's objects change.
+
+The planned update is run unless a scaler skips it; the optimizer's own step() is called where the update is not in the
+plan, or where the ranks of a group have gradients for other parameters than the plan's update assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from takeback.compiler.capture.batch import map_leaves
+from takeback.compiler.capture.record_step import AuxSlot
+from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.update import Update
+from takeback.compiler.program import Region
+from takeback.compiler.run.eager import clip_
+from takeback.compiler.run.group import Group
+from takeback.compiler.run.replay import Replay
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a step leaves to its caller."""
+
+    loss: torch.Tensor
+    aux: Any
+    has_aux: bool  #: loss_fn returned (loss, aux)
+    grad_norm: torch.Tensor | None  #: before clipping, where that was asked for
+
+    @property
+    def returned(self) -> Any:
+        return (self.loss, self.aux) if self.has_aux else self.loss
+
+
+@dataclass
+class ReplayedStep:
+    """`run` it, then `take` what it gave. `update` is None where the optimizer's own step() is called."""
+
+    executor: Replay
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[torch.nn.Parameter]
+    leaves: Sequence[torch.Tensor]
+    update: Update | None
+    group: Group | None
+    scaling: Scaling | None
+    clip_norm: float | None
+    _grads: dict[int, Region] = field(init=False)  #: those that were used
+    _replaced: bool = field(init=False, default=False)  #: the planned update was left for the optimizer's own
+    _grad_norm: torch.Tensor | None = field(init=False, default=None)  #: where it was clipped here
+
+    def __post_init__(self) -> None:
+        self._grads = dict(self.executor.program.grads)
+
+    def run(self, *, inspect: Callable[[], None] | None, log: bool) -> bool:
+        """The whole step. Gives whether the planned update was run."""
+        planned, scaling = self.update is not None, self.scaling
+        skips = planned and scaling is not None and not scaling.in_kernel
+        finishes = not planned or self.group is not None or scaling is not None
+        updated = self.executor.run(
+            self.leaves,
+            self.update.scalars() if self.update is not None else (),
+            self._finish if finishes else None,
+            inspect=inspect,
+            reduced=self._reduced if self.group is not None else None,
+            skips=self._skips if skips else None,
+            log=log,
+        )
+        # A replay calls kernels below the level that counts writes, and autograd goes by that count.
+        torch.autograd.graph.increment_version([self.parameters[i] for i in self._grads])
+        return updated
+
+    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool) -> Results:
+        """Tensors for the caller, who owns them: copies of what is the plan's. `.grad` is set, to one or to None.
+        `aux_form` is aux with an `AuxSlot` for every tensor."""
+        executor, program, leaves = self.executor, self.executor.program, self.leaves
+        loss = executor.give(program.loss, leaves)
+        aux = [self._returned(r) for r in program.aux]
+        norm = self._grad_norm
+        if not self._replaced and program.grad_norm is not None:
+            norm = executor.give(program.grad_norm, leaves)
+        for i, p in enumerate(self.parameters):
+            region = self._grads.get(i) if keep_grads else None
+            p.grad = executor.give(region, leaves) if region is not None else None
+        executor.release_()
+        form = map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index])
+        return Results(loss, form, has_aux, norm)
+
+    def _returned(self, region: Region) -> torch.Tensor:
+        """A copy of what is the plan's, the very bytes of what is the caller's."""
+        borrowed = self.executor.program.buffers[region.buffer].role.borrowed
+        return self.executor.tensor(region, self.leaves) if borrowed else self.executor.give(region, self.leaves)
+
+    def _skips(self) -> bool:
+        """Whether a scaler leaves the update out; kernels that take found_inf see to that themselves."""
+        return bool(self.executor.found_inf(self.leaves).item())
+
+    def _reduced(self) -> Callable[[], None] | None:
+        """Waits for the group. What is returned is run in place of the planned update."""
+        program = self.executor.program
+        assert self.group is not None
+        assert program.flags is not None
+        mine = self.group.mine(self._grads)
+        used = self.group.finish(self.executor.tensor(program.flags, self.leaves), mine)
+        if used == mine:
+            return None
+        self._replaced = True
+        self._grads = {i: program.slices[i] for i in sorted(used)}
+        return self._finish
+
+    def _finish(self) -> None:
+        if self.update is None or self._replaced:
+            self._own_step()
+        elif self.scaling is not None:
+            self.scaling.update_(self.executor.found_inf(self.leaves))
+        if self.group is not None:
+            self.group.commit_()
+
+    def _own_step(self) -> None:
+        """The optimizer's own step on the planned gradients. One that is not torch's might keep them, and gets copies.
+        What the executor has no more is no gradient of the optimizer's."""
+        keeps = not type(self.optimizer).__module__.startswith("torch.optim")
+        try:
+            for i, p in enumerate(self.parameters):
+                here = i in self._grads and self.executor.still_has(self._grads[i])
+                grad = self.executor.tensor(self._grads[i], self.leaves) if here else None
+                p.grad = grad.clone() if keeps and grad is not None else grad
+            if self._replaced:
+                self._grad_norm = clip_(self.parameters, self.clip_norm)
+            if self.scaling is None:
+                self.optimizer.step()
+            else:
+                self.scaling.step_(self.executor.found_inf(self.leaves))
+        finally:
+            for p in self.parameters:
+                p.grad = None  # they look into the plan's bytes

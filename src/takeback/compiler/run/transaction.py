@@ -1,0 +1,131 @@
+"""A step is done or it is not: one `Transaction` for whatever runs a step (a recording, a replay, a comparison).
+
+In: what puts things back. Guaranteed: if anything is raised before `done`, Ctrl-C included, all of it is put back, and
+the grad mode is what it was; Ctrl-C strikes at once while the step only computes, and waits while it is committed or
+taken back. What the executor and the recorder save is their own matter; when it is put back is decided here.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType, TracebackType
+from typing import Any
+
+import torch
+
+
+class Gate:
+    """Decides when Ctrl-C may strike. While it is open an interrupt is raised as always, and the gate shuts with it, so
+    that what takes the step back is not interrupted in turn. While it is shut the interrupt is kept, and raised on
+    leaving. Only the main thread receives signals, so elsewhere a gate does nothing."""
+
+    __slots__ = ("_pending", "_previous", "open")
+
+    def __init__(self) -> None:
+        self.open = False
+        self._pending = False
+        self._previous: Callable[[int, FrameType | None], Any] | int | None = None
+
+    def enter_(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):  # else it is ignored, or not Python's: leave it alone
+                self._previous = previous
+                signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Python looks for signals when it enters a function, so one may come before `__exit__` has shut the gate.
+        if not self.open or (frame is not None and frame.f_code is _LEAVING):
+            self._pending = True
+            return
+        self.open = False
+        assert callable(self._previous)
+        self._previous(number, frame)
+
+    def leave_(self) -> None:
+        """Call it last: what was kept is raised here."""
+        self.open = False
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+        if self._pending:
+            signal.raise_signal(signal.SIGINT)
+
+
+class Transaction:
+    """What is done in its context is done whole or not at all.
+
+    with Transaction() as step:
+        step.on_abort(put_back)   # before something is written: what takes it back, run if anything is raised
+        step.at_end(clean_up)     # run in any case, after that
+        step.compute()            # from here on Ctrl-C strikes at once
+        ...
+        step.commit()             # from here on it waits
+        ...
+        step.done()               # from here on nothing is taken back
+    """
+
+    __slots__ = ("_aborts", "_ends", "_gate", "_grad_mode")
+
+    def __init__(self) -> None:
+        self._gate = Gate()
+        self._aborts: list[Callable[[], object]] = []
+        self._ends: list[Callable[[], object]] = []
+        self._grad_mode = True
+
+    def on_abort(self, undo: Callable[[], object]) -> None:
+        """`undo` is run if anything is raised: without gradients, the last one first."""
+        self._aborts.append(undo)
+
+    def at_end(self, clean_up: Callable[[], object]) -> None:
+        """`clean_up` is run whatever happens, after everything was taken back: the last one first."""
+        self._ends.append(clean_up)
+
+    def compute(self) -> None:
+        """Nothing is written for good from here on: Ctrl-C strikes at once."""
+        self._gate.open = True
+
+    def commit(self) -> None:
+        """The user's objects are being written, or put back: Ctrl-C waits."""
+        self._gate.open = False
+
+    def done(self) -> None:
+        """What was done stays, whatever comes after it."""
+        self._aborts.clear()
+
+    def __enter__(self) -> Transaction:
+        self._gate.enter_()
+        self._grad_mode = torch.is_grad_enabled()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._gate.open = False
+        failures: list[BaseException] = []
+        if error is not None:
+            torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
+            _run_all(self._aborts, failures)
+        torch._C._set_grad_enabled(self._grad_mode)
+        _run_all(self._ends, failures)
+        torch._C._set_grad_enabled(self._grad_mode)
+        self._aborts.clear()
+        self._ends.clear()
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            self._gate.leave_()
+
+
+_LEAVING: CodeType = Transaction.__exit__.__code__
+
+
+def _run_all(actions: list[Callable[[], object]], failures: list[BaseException]) -> None:
+    """Each is run, the last one first, even where another of them fails."""
+    for action in reversed(actions):
+        try:
+            action()
+        except BaseException as failure:
+            failures.append(failure)
