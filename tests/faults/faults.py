@@ -41,7 +41,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/capture/record.py",
         "aten.native_batch_norm.default: (3, 4),",
         "aten.native_batch_norm.default: (3,),",
-        ("tests/step/test_interrupts.py::test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back[press_ctrl_c]",),
+        (
+            "tests/step/test_interrupts.py::test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back[press_ctrl_c]",
+        ),
     ),
     PlantedFault(
         "capture: the same tensor twice in a batch is taken for two",
@@ -53,7 +55,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: .numpy() leaves the step unseen",
         "compiler/capture/leaks.py",
-        "    _refuse_leaving(\"Tensor.numpy()\")\n",
+        '    _refuse_leaving("Tensor.numpy()")\n',
         "",
         ("tests/step/test_guards.py::test_data_that_leaves_torch_is_held_or_refused[numpy]",),
     ),
@@ -74,8 +76,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: Adam's bias correction forgets the root",
         "compiler/capture/update.py",
-        "(1 - g[\"betas\"][1] ** t) ** 0.5, step)",
-        "(1 - g[\"betas\"][1] ** t), step)",
+        '(1 - g["betas"][1] ** t) ** 0.5, step)',
+        '(1 - g["betas"][1] ** t), step)',
         ("tests/capture/test_update.py::test_written_update_is_torchs_own[Adam-settings4-single]",),
     ),
     PlantedFault(
@@ -83,7 +85,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/passes/functionalize.py",
         "            current[mutated] = fresh\n",
         "            current.setdefault(fresh, mutated)\n",
-        ("tests/passes/test_passes.py::test_functionalize_names_the_values_of_in_place_ops_and_overwrite_gives_them_the_same_bytes",),
+        (
+            "tests/passes/test_passes.py::test_functionalize_names_the_values_of_in_place_ops_and_overwrite_gives_them_the_same_bytes",
+        ),
     ),
     PlantedFault(
         "passes: move takes what is read again later",
@@ -125,7 +129,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/passes/reduce.py",
         "where = max([where, *(complete[m] for m in bucket.members)])",
         "where = max([where, *(complete[m] for m in bucket.members[:1])])",
-        ("tests/passes/test_reduce.py::test_every_bucket_is_handed_over_once_in_order_when_its_last_slice_is_complete",),
+        (
+            "tests/passes/test_reduce.py::test_every_bucket_is_handed_over_once_in_order_when_its_last_slice_is_complete",
+        ),
     ),
     PlantedFault(
         "passes: what is written twice is replaced by a rebuilt copy",
@@ -139,7 +145,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/passes/again.py",
         "    return dropout != 0.0",
         "    return False",
-        ("tests/passes/test_again.py::test_random_writing_or_empty_op_may_not[_scaled_dot_product_flash_attention_for_cpu0]",),
+        (
+            "tests/passes/test_again.py::test_random_writing_or_empty_op_may_not[_scaled_dot_product_flash_attention_for_cpu0]",
+        ),
     ),
     PlantedFault(
         "passes: a repeated block is found from three copies on",
@@ -188,7 +196,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/ownership/borrow.py",
         "        _check_scratch(effect)\n",
         "",
-        ("tests/ownership/test_borrow.py::test_scratch_must_not_touch_what_its_own_op_reads_or_writes[scratch0-op 10 'relu' has scratch at bytes \\\\[0, 1\\\\) on top of what it reads: value 1 'v1']",),
+        (
+            "tests/ownership/test_borrow.py::test_scratch_must_not_touch_what_its_own_op_reads_or_writes[scratch0-op 10 'relu' has scratch at bytes \\\\[0, 1\\\\) on top of what it reads: value 1 'v1']",
+        ),
     ),
     PlantedFault(
         "plan: a gap starts above the nearest rival, not above all below",
@@ -216,7 +226,9 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/plan/validate.py",
         "if offset + item.size_bytes > solution.arena_bytes:",
         "if offset > solution.arena_bytes:",
-        ("tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes[solution4-Item 2 \\\\(bytes \\\\[128, 178\\\\) .* beyond the arena of 177 bytes]",),
+        (
+            "tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes[solution4-Item 2 \\\\(bytes \\\\[128, 178\\\\) .* beyond the arena of 177 bytes]",
+        ),
     ),
     PlantedFault(
         "validator: the neighbour below is not looked at",

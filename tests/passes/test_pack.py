@@ -148,7 +148,7 @@ def test_a_slice_that_is_put_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch
         [pack] = problem.packs
         torn = pack.members[-1][0]
         return replace(
-            found, offsets={**found.placed.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
+            found, offsets={**found.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
         )
 
     monkeypatch.setattr(layout_module, "solve", tearing)

@@ -143,8 +143,8 @@ def test_value_that_is_put_onto_a_slice_in_the_group_s_hands_is_caught(
 
     def careless(problem: Problem) -> Solution:
         found = solve(problem)
-        at = found.placed.offsets[layout.slots[target]]  # type: ignore[index]
-        return replace(found, offsets={**found.placed.offsets, victim: at})  # type: ignore[dict-item]
+        at = found.offsets[layout.slots[target]]  # type: ignore[index]
+        return replace(found, offsets={**found.offsets, victim: at})  # type: ignore[dict-item]
 
     monkeypatch.setattr(layout_module, "solve", careless)
     with pytest.raises(PlanError, match="overlap in time and in bytes"):

@@ -41,7 +41,7 @@ def steady_steps() -> Iterator[Steps]:
     made = {}
     for name, optimizer in SETTINGS:
         of = case(name, optimizer=optimizer)
-        made[name, optimizer] = (of, steady(of, solve_s=30.0 if name in S4 else 8.0))
+        made[name, optimizer] = (of, steady(of))
     yield made
     torch.set_num_threads(threads)
 
@@ -207,7 +207,7 @@ def test_batch_is_never_written() -> None:
     for name in SMALL:
         of = case(name)
         given = [t.clone() for t in of.batch]
-        steady(of, 4, poison=True, solve_s=0.5)
+        steady(of, 4, poison=True)
         for t, then in zip(of.batch, given, strict=True):
             assert torch.equal(t, then)
 
