@@ -32,7 +32,7 @@ COMPILER = (
     "cli",
     "__init__",
 )
-EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "parallel", "zoo")
+EAGER = ("flat", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "parallel", "zoo")
 PARTS = (*COMPILER, *EAGER, "errors", "options", "native", "engine")
 
 # Of COMPILER, what each part may import besides itself. A part not listed may import anything.
@@ -47,12 +47,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "explain": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run"}),
     "budget": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain"}),
     "step": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run", "explain", "budget"}),
+    "flat": frozenset(),
     "nn": frozenset(),
     "grads": frozenset(),
     "optim": frozenset(),
     "workspace": frozenset(),
     "norm_cache": frozenset(),
     "guard": frozenset(),
+    "hazards": frozenset(),
     "parallel": frozenset(),
     "errors": frozenset(),
     "options": frozenset(),
