@@ -217,7 +217,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Place:
+class SequentialPlace:
     """One place in a Sequential; the module stands in others too."""
 
     sequential: nn.Module
@@ -225,7 +225,7 @@ class Place:
     module: nn.Module
 
 
-Removal = Whole | Place
+Removal = Whole | SequentialPlace
 
 
 def _with_removals(graphs: Graphs, decided: list[Decision | Kept]) -> list[Decision | Kept]:
@@ -261,7 +261,7 @@ def _removal(graphs: Graphs, call: GraphCall, gone: set[Any]) -> Removal | str:
         return Whole(module)
     others = [use for use in staying if not is_plain_sequential(use.scope.module)]
     if is_plain_sequential(scope.module) and not others:
-        return Place(scope.module, str(node.target), module)
+        return SequentialPlace(scope.module, str(node.target), module)
     if stranger := graphs.strangers.get(module):
         return f"{stranger.path or 'the model'} may call it too, whose forward {stranger.opaque}"
     elsewhere = next((use for use in others if use.node is not node), call)
@@ -279,7 +279,7 @@ def _remove_activations_(decisions: list[Decision], replaced: dict[nn.Module, nn
             activation = way.module
             if each.renamed:
                 activation = nn.LeakyReLU(LEAKY.param, inplace=getattr(way.module, "inplace", False))
-            if isinstance(way, Place):
+            if isinstance(way, SequentialPlace):
                 setattr(way.sequential, way.name, Fused(activation))
             else:
                 replaced[way.module] = Fused(activation)

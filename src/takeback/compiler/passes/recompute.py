@@ -24,7 +24,7 @@ from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
 from takeback.compiler.plan.rebuild_rows import RebuildRows
-from takeback.compiler.plan.rebuild_solve import WORTH, Effort, Outcome, RebuildSolver
+from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, SolverOutcome
 from takeback.compiler.program import Op
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
@@ -239,7 +239,7 @@ class Search:
     def _effort(self, visits: int) -> Effort:
         return Effort(visits, self._deadline)
 
-    def _note_seconds(self, *outcomes: Outcome) -> None:
+    def _note_seconds(self, *outcomes: SolverOutcome) -> None:
         if any(found.struck for found in outcomes):
             self._struck = True
             self._notes[_STRUCK.format(limit_s=self._limit_s)] = None

@@ -41,7 +41,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SolverOutcome:
     """What a search found."""
 
     answer: RebuildAnswer | None  #: None: nothing was found
@@ -83,24 +83,24 @@ class RebuildSolver:
         for row in outstanding(rows.op_rows):
             self._add(row)
 
-    def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> Outcome:
+    def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
         """The lowest peak worth its cost, for no more than `most_ns`. `start` is an answer to begin with."""
         usable = start is not None and (most_ns is None or start.cost_ns <= most_ns)
         return self._solve(most_ns, None, effort, start if usable else None)
 
-    def lowest_cost(self, peak_bytes: int, effort: Effort, start: RebuildAnswer | None = None) -> Outcome:
+    def lowest_cost(self, peak_bytes: int, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
         """The least time that keeps below `peak_bytes`."""
         usable = start is not None and start.peak_bytes <= peak_bytes
         return self._solve(None, peak_bytes, effort, start if usable else None)
 
     def _solve(
         self, most_ns: int | None, peak_bytes: int | None, effort: Effort, start: RebuildAnswer | None
-    ) -> Outcome:
+    ) -> SolverOutcome:
         best = start
         for _ in range(_ROUNDS):
             found = self._once(most_ns, peak_bytes, effort, best)
             if found.values is None:
-                return Outcome(best, found.proved and best is None, found.struck)
+                return SolverOutcome(best, found.proved and best is None, found.struck)
             ones = frozenset(u for u, c in enumerate(self._class) if found.values[c] > 0.5)
             limit = found.values[self._n] * self._scale if peak_bytes is None else float(peak_bytes)
             fits = self._add_broken(ones, limit * (1 + _TOLERANCE))
@@ -111,7 +111,7 @@ class RebuildSolver:
                 best = answer
             if fits or found.struck:
                 break
-        return Outcome(best, found.proved and fits, found.struck)
+        return SolverOutcome(best, found.proved and fits, found.struck)
 
     def _price(self, answer: RebuildAnswer, peak_bytes: int | None) -> float:
         """What is minimised."""
