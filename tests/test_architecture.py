@@ -295,6 +295,12 @@ def test_file_keeps_every_rule(path: str) -> None:
         ),
         (check_private_torch, "grads.py", "import torch as t\nt.fx._x.y", "torch.fx._x"),
         (check_private_torch, "nn/x.py", "from torch import nn as n\nn._x", "torch.nn._x"),
+        (check_private_attributes, "compiler/passes/x.py", "def f(op):\n    op.target._schema", ":2 .* _schema"),
+        (check_private_attributes, "grads/x.py", "t.untyped_storage()._cdata", "attribute _cdata"),
+        (check_private_names, "compiler/run/x.py", "from takeback.compiler.passes.pack import _y", "private to passes"),
+        (check_private_names, "nn/x.py", "from takeback.grads.slots import _y as y", "private to grads"),
+        (check_class_names, "compiler/passes/x.py", "class Region: ...", "program.py has a class Region too"),
+        (check_class_names, "optim/x.py", "class _Draft: ...", "passes/draft.py has a class _Draft too"),
         (
             check_environment,
             "compiler/run/x.py",
