@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "schema": frozenset({"program"}),
     "capture": frozenset({"program"}),
     "ownership": frozenset({"program", "schema", "capture"}),
-    "passes": frozenset({"program", "schema", "capture", "ownership"}),
+    "passes": frozenset({"program", "schema", "capture", "ownership", "plan"}),
     "plan": frozenset(),
     "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
     "explain": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "run"}),

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from drawn_programs import Recipe, Writer, chosen, consistent, draft_of, recipes, recorded, rows_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from drawn_programs import Recipe, Writer, chosen, consistent, draft_of, recipes, recorded, rows_of, written
 from torch import nn
 from torch.nn import functional as F
 
@@ -144,7 +144,9 @@ def test_op_whose_operand_is_carried_on_has_bytes_of_its_own() -> None:
     assert row.fixed_bytes + sum(size for k, size in row.terms if k in ones) >= 2 * 4096  # v and t
 
 
-@pytest.mark.xfail(strict=True, reason="rebuild_rows.run_row: units run one after the other there, interleaved in apply")
+@pytest.mark.xfail(
+    strict=True, reason="rebuild_rows.run_row: units run one after the other there, interleaved in apply"
+)
 def test_unit_that_runs_between_the_ops_of_another_is_counted_with_what_lies_there() -> None:
     """x = f(a), y = f(b), z = f(x, c): the unit of z is two ops, and apply runs y between them."""
     w = Writer()

@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from drawn_programs import recorded
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from drawn_programs import recorded
 from torch import nn
 
 from takeback.compiler.passes.repeats import Place, find_runs, repeats

@@ -66,7 +66,9 @@ def problem_of(seed: int) -> RebuildProblem:
         inputs = tuple(ValueId(u) for u in reads[v])
         taken = rng.choice((*inputs, None)) if inputs else None
         extra = rng.choice((0, 0, 2))
-        units.append(RebuildUnit(UnitId(v), (v,), inputs, (ValueId(v),), rng.randrange(1, 9), rng.choice((0, 1)), extra, taken))
+        units.append(
+            RebuildUnit(UnitId(v), (v,), inputs, (ValueId(v),), rng.randrange(1, 9), rng.choice((0, 1)), extra, taken)
+        )
     fixed = [rng.randrange(0, 6) for _ in range(2 * ops)]
     ordered = {stop: tuple(UnitId(n) for n in sorted(chain)) for stop, chain in sorted(chains.items())}
     return RebuildProblem(tuple(values), tuple(units), ordered, tuple(fixed[:ops]), tuple(fixed[ops:]), 4 * ops)

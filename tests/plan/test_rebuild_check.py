@@ -134,7 +134,14 @@ def test_value_that_is_carried_on_beside_the_result_that_takes_its_bytes_counts_
 
 def test_value_carried_from_where_it_is_not_is_caught() -> None:
     value = RebuildValue(ValueId(0), 4, ((0, 0),), (2, 4), UnitId(0))
-    problem = RebuildProblem((value,), (RebuildUnit(UnitId(0), (0,), (), (ValueId(0),), 1),), {2: (UnitId(0),), 4: (UnitId(0),)}, (0,) * 5, (0,) * 5, 1)
+    problem = RebuildProblem(
+        (value,),
+        (RebuildUnit(UnitId(0), (0,), (), (ValueId(0),), 1),),
+        {2: (UnitId(0),), 4: (UnitId(0),)},
+        (0,) * 5,
+        (0,) * 5,
+        1,
+    )
     with pytest.raises(PlanError, match="Value 0 is carried on from op 2, but it was neither"):
         check_answer(problem, RebuildAnswer(frozenset({(ValueId(0), 4)}), frozenset(), 9, 0))
     check_answer(problem, RebuildAnswer(frozenset({(ValueId(0), 4)}), frozenset({(UnitId(0), 2)}), 9, 1))

@@ -144,7 +144,9 @@ class _Candidates:
             big = [b for b in given if b in self._values]
             if len(big) == 1 and len(self._values[big[0]].episodes) == 1 and len(self._uses.get(big[0], ())) == 1:
                 reader = self._program.ops[self._uses[big[0]][0]]
-                read = {r.buffer for r in rebuild_reads(reader, self._device)} if may_rebuild(reader, self._device) else ()
+                read = (
+                    {r.buffer for r in rebuild_reads(reader, self._device)} if may_rebuild(reader, self._device) else ()
+                )
                 if big[0] in read:
                     inlined[big[0]] = position
         return units

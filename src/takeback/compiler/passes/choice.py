@@ -56,7 +56,9 @@ def apply(draft: Draft, choice: Choice) -> Draft:
             out += [_reading(one, newest) for one in made]
             rebuilt |= {r.buffer for one in made for r in one.outputs}
             newest |= {
-                old: copies[old] for old in (r.buffer for r in rebuild_gives(source, program.device_type)) if old not in fixed
+                old: copies[old]
+                for old in (r.buffer for r in rebuild_gives(source, program.device_type))
+                if old not in fixed
             }
         out.append(_reading(op, newest))
     return replace(
