@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -108,21 +109,23 @@ def test_answer_to_begin_with_is_never_made_worse_and_one_that_is_too_high_is_no
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-def long_step(blocks: int, seed: int = 0) -> RebuildProblem:
-    """Equal blocks of three values, each made of the one before; a backward that reads them all from last to first."""
+def long_step(blocks: int, seed: int | None = None) -> RebuildProblem:
+    """Blocks of three values, each made of the one before; a backward that reads them all from last to first. Equal
+    blocks, or with a seed ones of any size and cost."""
+    rng = random.Random(seed)
     n = 3 * blocks
+    sizes = [(7, 19, 11)[v % 3] if seed is None else rng.randrange(50, 500) for v in range(n)]
+    costs = [3 + v % 3 if seed is None else rng.randrange(20, 90) for v in range(n)]
     values, units, chains = [], [], {}
     carries, runs = {}, {}
     for v in range(n):
         back = 2 * n - v
         stops = sorted({back, *(2 * n - u for u in range(v + 1, min(v + 3, n)))})
         maker = UnitId(v) if v % 3 else None
-        value = RebuildValue(
-            ValueId(v), (7, 19, 11)[v % 3] + seed, ((v, min(v + 1, n)), (back, back)), tuple(stops), maker
-        )
+        value = RebuildValue(ValueId(v), sizes[v], ((v, min(v + 1, n)), (back, back)), tuple(stops), maker)
         values.append(value)
         if maker is not None:
-            units.append(RebuildUnit(maker, (v,), (ValueId(v - 1),), (ValueId(v),), 3 + v % 3))
+            units.append(RebuildUnit(maker, (v,), (ValueId(v - 1),), (ValueId(v),), costs[v]))
         for stop in stops:
             carries[value.id, stop] = Alike((v % 3, stop - back), v // 3, blocks)
     for v in range(n):
