@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.candidates import candidates, choice_of
 from takeback.compiler.passes.choice import Choice, apply
-from takeback.compiler.passes.draft import Draft, slot_of
+from takeback.compiler.passes.draft import Draft, owner_of
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
@@ -106,8 +106,8 @@ def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
 def planned_peak(draft: Draft) -> int:
     """The most bytes alive at one time, once dying operands are overwritten."""
     placed = overwrite(draft)
-    slots = {b: slot_of(placed, b) for b in placed.placements}
-    return max(alive_bytes(draft.program, slots, draft.kept), default=0)
+    owners = {b: owner_of(placed, b) for b in placed.placements}
+    return max(alive_bytes(draft.program, owners, draft.kept), default=0)
 
 
 class Chooser:
