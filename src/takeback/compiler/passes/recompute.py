@@ -31,7 +31,7 @@ _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
 #: How far one run of the solver goes (plan/rebuild_solve.py): the root node with its cuts and heuristics takes 30 to 50
-#: visits on the models of the zoo, and what comes after it hardly pays where there are more than a few hundred unknowns.
+#: visits on the models of the zoo, and what comes after it hardly pays with more than a few hundred unknowns.
 _ALIKE_VISITS = 40
 _LOWEST_VISITS = 60
 _LEVEL_VISITS = 30
