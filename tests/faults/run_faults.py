@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from faults import FAULTS, ROOT, PlantedFault, problem_of
 
 PASSED, FAILED = 0, 1  #: what pytest exits with; anything else is a usage or collection error
@@ -73,14 +74,26 @@ def plant(fault: PlantedFault, folder: Path) -> tuple[list[str], float]:
             print(text)
     shutil.rmtree(place)
     seconds = round(time.monotonic() - began, 1)
-    print(f"{'NOT CAUGHT' if missed else 'caught':<11}{seconds:>6.1f} s  {fault.name}", *missed, sep="\n    ", flush=True)
+    print(
+        f"{'NOT CAUGHT' if missed else 'caught':<11}{seconds:>6.1f} s  {fault.name}", *missed, sep="\n    ", flush=True
+    )
     return missed, seconds
 
 
 def run(tests: list[str], source: Path, folder: Path) -> tuple[int, str]:
     """What pytest says of these tests, with takeback imported from `source`. A slow one is not there: an error."""
     environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow", "--tb=line", f"--basetemp={folder}/t"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+        "--tb=line",
+        f"--basetemp={folder}/t",
+    ]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     try:
         done = subprocess.run(

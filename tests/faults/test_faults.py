@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from faults import FAULTS, ROOT, PlantedFault, problem_of
 
 PARTS = ("capture", "passes", "plan", "borrow check", "executor", "grads", "optim", "nn", "guard", "parallel")
