@@ -1,7 +1,7 @@
 """Axes of a test's parameters in, a few cases out. Which these are depends on the axes alone, so a case keeps its id.
 
-Most faults show with one setting or with two together, so a full cube repeats itself: 4 x 4 x 4 x 4 x 4 cases hold 1,024
-combinations of all, and 160 pairs, which about 24 cases cover (`pairwise`). Of two long axes every pair is the whole
+Most faults show with one setting or with two together, so a full cube repeats itself: five axes of four values have
+1,024 combinations, and 160 pairs, which about 24 cases cover (`pairwise`). Of two long axes the pairs are the whole
 cube: there every value meets a few of the other axis, in turns, and the rest is for `make test-all` (`in_turns`).
 """
 

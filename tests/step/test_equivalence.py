@@ -1,5 +1,5 @@
-"""Exact mode gives eager's bits: losses, gradients, parameters, buffers and optimizer state, after every step, for about
-every layer, loss and optimizer that people train with. What is compared, and how, is in versus_eager.py.
+"""Exact mode gives eager's bits: losses, gradients, parameters, buffers and optimizer state, after every step, for
+about every layer, loss and optimizer that people train with. What is compared, and how, is in versus_eager.py.
 
 Nothing is rebuilt here where a test does not say so: test_memory_targets.py and test_every_op.py see to that.
 """
