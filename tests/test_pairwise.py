@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pairwise import pairwise
+from pairwise import in_turns, pairwise, quick_ones
 
 
 def met(cases: Sequence[tuple[Any, ...]]) -> set[tuple[int, Any, int, Any]]:
@@ -51,3 +51,23 @@ def test_cases_that_do_not_exist_are_left_out_and_the_rest_still_meets(where: Ca
 def test_same_axes_give_the_same_cases() -> None:
     axes = (["x", "y", "z"], [1.5, 2.5], [True, False], "pqrs")
     assert pairwise(*axes) == pairwise(*axes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "each"), [("abcde", [1, 2, 3], 1), ([1, 2], "abcdef", 1), ("abcd", "xyz", 2)]
+)
+def test_in_turns_keeps_all_cases_and_every_value_has_a_quick_one(
+    rows: Sequence[Any], columns: Sequence[Any], each: int
+) -> None:
+    cases = in_turns(rows, columns, each=each)
+    assert [case.values for case in cases] == list(itertools.product(rows, columns))
+    quick = [case.values for case in cases if not case.marks]
+    assert len(quick) == each * max(len(rows), len(columns))
+    assert {row for row, _ in quick} == set(rows)
+    assert {column for _, column in quick} == set(columns)
+
+
+def test_all_but_the_quick_ones_are_slow_and_an_unknown_one_is_refused() -> None:
+    assert [bool(case.marks) for case in quick_ones("abc", ["b"])] == [True, False, True]
+    with pytest.raises(AssertionError, match="z"):
+        quick_ones("abc", ["z"])

@@ -2,7 +2,7 @@
 
 A fault is a small edit that a tired programmer might make: `old`, which occurs once in `file` (below src/takeback),
 becomes `new`. `run_faults.py` plants each in a copy and demands that the tests in `caught_by` fail. So whoever makes
-the suite faster can see what he lost: add a fault for what you cut, and keep the tests that catch it out of the slow set.
+the suite faster can see what is lost: add a fault for what you cut, and keep the tests that catch it quick.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ def problem_of(fault: PlantedFault) -> str | None:
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: a batch norm's running variance is not known to be written",
-        "compiler/capture/record.py",
+        "compiler/capture/op_facts.py",
         "aten.native_batch_norm.default: (3, 4),",
         "aten.native_batch_norm.default: (3,),",
-        (
-            "tests/step/test_interrupts.py::test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back[press_ctrl_c]",
-        ),
+        ("tests/step/test_interrupts.py::test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back",),
     ),
     PlantedFault(
         "capture: the same tensor twice in a batch is taken for two",
@@ -64,12 +62,12 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/capture/randomness.py",
         "        self._restores.append((position, restore))\n",
         "",
-        ("tests/step/test_guards.py::test_random_state_saved_and_restored_inside_the_step_is_replayed[fork_rng]",),
+        ("tests/step/test_guards.py::test_random_state_saved_and_restored_inside_the_step_is_replayed",),
     ),
     PlantedFault(
         "capture: torch.tensor() in the step is not copied from its constant",
-        "compiler/capture/record.py",
-        "self.ops.append(Op(aten.clone.default, (source,), {}, (self._region(tensor),), (), self.phase, False, site))",
+        "compiler/capture/recorder.py",
+        "self.ops.append(Op(aten.clone.default, (source,), {}, (result,), (), self.phase, False, site))",
         "pass",
         ("tests/step/test_guards.py::test_python_number_made_a_tensor_inside_the_step_follows_its_argument",),
     ),
@@ -83,8 +81,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: functionalize lets later readers read the value from before",
         "compiler/passes/functionalize.py",
-        "            current[mutated] = fresh\n",
-        "            current.setdefault(fresh, mutated)\n",
+        "        current[mutated] = fresh\n",
+        "        current.setdefault(fresh, mutated)\n",
         (
             "tests/passes/test_passes.py::test_functionalize_names_the_values_of_in_place_ops_and_overwrite_gives_them_the_same_bytes",
         ),
@@ -106,16 +104,9 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: overwrite takes an operand that is read again later",
         "compiler/passes/overwrite.py",
-        "return Refused.READ_LATER if alive[operand.buffer].end > position + 1 else None",
-        "return None",
+        "if alive[operand.buffer].end > position + 1:",
+        "if alive[operand.buffer].end < position + 1:",
         ("tests/passes/test_passes.py::test_move_drops_a_copy_of_a_dying_value_and_keeps_one_that_is_read_again",),
-    ),
-    PlantedFault(
-        "passes: pack puts slices side by side without alignment",
-        "compiler/passes/pack.py",
-        "start + -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES",
-        "start + size",
-        ("tests/passes/test_pack.py::test_packing_never_makes_the_arena_of_the_zoo_larger[resnet-keep]",),
     ),
     PlantedFault(
         "passes: chunk_loss steps by elements instead of rows",
@@ -142,12 +133,10 @@ FAULTS: tuple[PlantedFault, ...] = (
     ),
     PlantedFault(
         "passes: dropout may run again",
-        "compiler/passes/again.py",
+        "compiler/passes/rebuildable.py",
         "    return dropout != 0.0",
         "    return False",
-        (
-            "tests/passes/test_again.py::test_random_writing_or_empty_op_may_not[_scaled_dot_product_flash_attention_for_cpu0]",
-        ),
+        ("tests/passes/test_again.py::test_random_writing_or_empty_op_may_not",),
     ),
     PlantedFault(
         "passes: a repeated block is found from three copies on",
@@ -196,9 +185,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/ownership/borrow.py",
         "        _check_scratch(effect)\n",
         "",
-        (
-            "tests/ownership/test_borrow.py::test_scratch_must_not_touch_what_its_own_op_reads_or_writes[scratch0-op 10 'relu' has scratch at bytes \\\\[0, 1\\\\) on top of what it reads: value 1 'v1']",
-        ),
+        ("tests/ownership/test_borrow.py::test_scratch_must_not_touch_what_its_own_op_reads_or_writes",),
     ),
     PlantedFault(
         "plan: a gap starts above the nearest rival, not above all below",
@@ -226,15 +213,20 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/plan/validate.py",
         "if offset + item.size_bytes > solution.arena_bytes:",
         "if offset > solution.arena_bytes:",
-        (
-            "tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes[solution4-Item 2 \\\\(bytes \\\\[128, 178\\\\) .* beyond the arena of 177 bytes]",
-        ),
+        ("tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes",),
     ),
     PlantedFault(
         "validator: the neighbour below is not looked at",
         "compiler/plan/validate.py",
         "inside[max(at - 1, 0) : at + 1]",
         "inside[at : at + 1]",
-        ("tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes[solution6-message6]",),
+        ("tests/plan/test_validate.py::test_each_fault_is_named_with_items_lifetimes_and_bytes",),
+    ),
+    PlantedFault(
+        "executor: a batch tensor is read from the start of its storage",
+        "compiler/run/codegen.py",
+        "leaf.as_strided(shape, stride, leaf.storage_offset() + offset)",
+        "leaf.as_strided(shape, stride, offset)",
+        ("tests/step/test_hazard_graphs.py::test_aliased_or_strided_batch_gives_eagers_bits[shifted-plain]",),
     ),
 )

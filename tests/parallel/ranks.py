@@ -1,6 +1,7 @@
 """Starts the ranks of a group as processes, lets each run a list of scenarios, and brings back what each said.
 
 A scenario is `function(rank, group)` with a gloo group of its own, so that one that breaks its group harms no other.
+The processes are forked from one that has imported torch and done nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ FINE = ""
 
 def run_ranks(world: int, module: str, scenarios: list[str], folder: Path, limit_s: float = 80) -> dict[str, list[str]]:
     """By scenario, what each rank said: FINE, or the traceback. A rank that ended without a word said 'gone'."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["takeback", "torch.distributed", "torch.nn.parallel", "torch.testing", "numpy"])
     ranks = [context.Process(target=_rank, args=(r, world, module, scenarios, str(folder))) for r in range(world)]
     for process in ranks:
         process.start()

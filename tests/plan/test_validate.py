@@ -141,7 +141,7 @@ def is_caught(problem: Problem, solution: Solution) -> bool:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(problem=problems.filter(lambda problem: len(problem.items) > 0), seed=st.integers(0, 2**20))
 def test_a_fault_is_caught_if_and_only_if_it_breaks_a_rule(fault: Fault, problem: Problem, seed: int) -> None:
     faulty, solution = fault(problem, solve(problem), Random(seed))
@@ -149,7 +149,7 @@ def test_a_fault_is_caught_if_and_only_if_it_breaks_a_rule(fault: Fault, problem
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, tear_a_pack])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(problem=packed_problems.filter(lambda problem: len(problem.packs) > 0), seed=st.integers(0, 2**20))
 def test_a_fault_among_packs_is_caught_if_and_only_if_it_breaks_a_rule(
     fault: Fault, problem: Problem, seed: int

@@ -295,7 +295,7 @@ GRAPHS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("poison", [False, True], ids=["plain", "poison"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_hazardous_graph_gives_eagers_bits(name: str, poison: bool) -> None:
-    train_both(Case(Weights, GRAPHS[name], noise(), adamw if poison else sgd), poison=poison, steps=20)
+    train_both(Case(Weights, GRAPHS[name], noise(), adamw if poison else sgd), poison=poison, steps=8, memory="auto")
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"clip_norm": 0.1}, {"keep_grads": False}], ids=str)
@@ -303,7 +303,7 @@ def test_hazardous_graph_gives_eagers_bits(name: str, poison: bool) -> None:
     "name", ["three_gradients_one_storage", "sum of the output", "a parameter and its view", "diamond", "three_uses"]
 )
 def test_shared_gradient_storage_survives_settings(name: str, settings: dict[str, Any]) -> None:
-    train_both(Case(Weights, GRAPHS[name], noise(), settings=settings), poison=True, steps=6)
+    train_both(Case(Weights, GRAPHS[name], noise(), settings=settings), poison=True, memory="auto")
 
 
 # -- aux -----------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ AUX = (
 @pytest.mark.parametrize("poison", [False, True], ids=["plain", "poison"])
 @pytest.mark.parametrize("loss_fn", AUX, ids=lambda f: f.__name__)
 def test_aux_is_eagers_and_outlives_the_step(loss_fn: Callable[..., Any], poison: bool) -> None:
-    train_both(Case(Weights, loss_fn, noise()), poison=poison)
+    train_both(Case(Weights, loss_fn, noise()), poison=poison, memory="auto")
 
 
 def test_aux_that_is_a_parameter_shows_the_parameter_after_the_step() -> None:
@@ -446,7 +446,7 @@ BATCHES = (
 @pytest.mark.parametrize("poison", [False, True], ids=["plain", "poison"])
 @pytest.mark.parametrize("draw", BATCHES, ids=lambda f: f.__name__)
 def test_aliased_or_strided_batch_gives_eagers_bits(draw: Callable[[int], Any], poison: bool) -> None:
-    train_both(Case(Weights, next_row, draw), poison=poison, plans=None)
+    train_both(Case(Weights, next_row, draw), poison=poison, plans=None, memory="auto")
 
 
 def reads_batch_later(m: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ def test_batch_is_written_only_where_the_users_code_writes_it(loss_fn: Callable[
     def draw(i: int) -> tuple[Tensor, Tensor]:
         return noise()(i)[0], noise()(i + 99)[0]
 
-    train_both(Case(Weights, loss_fn, draw), poison=True)
+    train_both(Case(Weights, loss_fn, draw), poison=True, memory="auto")
 
 
 @pytest.mark.parametrize("draw", [shifted, same_twice], ids=lambda f: f.__name__)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from versus_eager import Case, adamw, sgd, state_of, train_both
 
 import takeback as tb
+from pairwise import quick_ones
 from takeback import zoo
 from takeback.compiler.passes.rebuildable import draws_random_numbers
 from takeback.compiler.plan.rebuild_solve import Outcome, RebuildSolver
@@ -341,7 +342,10 @@ def above_resident(step: tb.CompiledStep) -> float:
     return (report.peak_bytes - report.resident_bytes) / (report.eager_peak_bytes - report.resident_bytes)
 
 
-@pytest.mark.parametrize("name", NETS)
+LARGE = ("state-space", "diffusion", "tied-words")  #: of these, the choice without a search stays among the quick ones
+
+
+@pytest.mark.parametrize("name", quick_ones(NETS, NETS.keys() - set(LARGE)))
 def test_lowest_peak_has_eagers_bits_with_dead_bytes_poisoned(name: str) -> None:
     step = train_both(under(NETS[name], "min"), steps=4, poison=True)
     assert rebuilt(step), "nothing was rebuilt: this shows nothing"
@@ -387,7 +391,7 @@ def test_zoo_model_has_eagers_bits_whatever_the_target(name: str, memory: str) -
         assert above_resident(step) <= float(memory[:-1])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert-masked", "vit"])
+@pytest.mark.parametrize("name", quick_ones(["gpt2", "llama", "bert-masked", "vit"], ["gpt2", "bert-masked"]))
 def test_transformers_model_has_eagers_bits_at_its_lowest_peak(name: str) -> None:
     models = pytest.importorskip("test_transformers_models")
     build, draw = models.MODELS[name]

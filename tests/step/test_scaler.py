@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from versus_eager import assert_same, gradients_of, same, state_of
 
 import takeback as tb
+from pairwise import in_turns
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.passes import Home
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -177,8 +178,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "settings"), in_turns(OPTIMIZERS, SETTINGS, each=3))
 def test_twenty_steps_with_growth_and_infs_have_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings])
     pair.advance(20, infs=(4, 5, 13))
@@ -188,8 +188,14 @@ def test_twenty_steps_with_growth_and_infs_have_eagers_bits(name: str, settings:
     assert pair.scales[8] > pair.scales[7], "the scale never grew: this test shows nothing"
 
 
-@pytest.mark.parametrize("settings", ["plain", "accumulate and clip", "poisoned", "verified"])
-@pytest.mark.parametrize("name", ["sgd momentum", "sgd fused", "adamw", "adamw foreach", "adamw fused", "rmsprop"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    in_turns(
+        ["sgd momentum", "sgd fused", "adamw", "adamw foreach", "adamw fused", "rmsprop"],
+        ["plain", "accumulate and clip", "poisoned", "verified"],
+        each=2,
+    ),
+)
 def test_executor_for_devices_has_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings], streams=True)
     pair.advance(14, infs=(4, 5, 11))
@@ -216,8 +222,13 @@ def large_scaler() -> GradScaler:
     return GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
 
 
-@pytest.mark.parametrize("settings", ["plain", "accumulate and clip", "verified", "poisoned"])
-@pytest.mark.parametrize("name", ["sgd", "sgd momentum", "adamw", "adamw foreach", "adamw fused", "rmsprop"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    in_turns(
+        ["sgd", "sgd momentum", "adamw", "adamw foreach", "adamw fused", "rmsprop"],
+        ["plain", "accumulate and clip", "verified", "poisoned"],
+    ),
+)
 def test_half_precision_that_overflows_has_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings], convnet, draw=images, scalers=large_scaler, around=fp16)
     pair.advance(24)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import takeback as tb
+from pairwise import in_turns
 from takeback.compiler.explain.ledger import Fate
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator import ALLOC, Cell
@@ -174,8 +175,7 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("threads", "optimizer"), in_turns([1, 2], ["sgd", "adamw"]))
 def test_steady_steps_take_no_page_faults(optimizer: str, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_batch_is_never_written() -> None:
     for name in SMALL:
         of = case(name)
         given = [t.clone() for t in of.batch]
-        steady(of, 4, poison=True)
+        steady(of, 4, poison=True, memory="keep")
         for t, then in zip(of.batch, given, strict=True):
             assert torch.equal(t, then)
 

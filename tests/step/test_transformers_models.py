@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from versus_eager import Case, train_both
 
+from pairwise import quick_ones
+
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, ROWS = 61, 12, 3
@@ -183,11 +185,19 @@ def test_transformers_model_trains_to_eagers_bits(name: str) -> None:
     def train() -> nn.Module:
         return build().train()
 
-    steps = 20 if name in ("gpt2", "llama", "bert-masked", "vit") else 8
-    train_both(Case(train, loss_of, lambda i: ((), draw(i)), has_kwargs=True), steps=steps)
+    memory = "auto" if name in ("gpt2", "bert-classification") else "keep"
+    train_both(Case(train, loss_of, lambda i: ((), draw(i)), has_kwargs=True), steps=4, memory=memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert-masked", "vit"])
+def test_transformers_model_trains_to_eagers_bits_for_twenty_steps(name: str) -> None:
+    build, draw = MODELS[name]
+    case = Case(lambda: build().train(), loss_of, lambda i: ((), draw(i)), has_kwargs=True)
+    train_both(case, steps=20, memory="auto")
+
+
+@pytest.mark.parametrize("name", quick_ones(["gpt2", "llama", "bert-masked", "vit"], ["vit"]))
 def test_transformers_model_keeps_its_bits_when_dead_bytes_are_poisoned(name: str) -> None:
     build, draw = MODELS[name]
     train_both(Case(lambda: build().train(), loss_of, lambda i: ((), draw(i)), has_kwargs=True), steps=4, poison=True)

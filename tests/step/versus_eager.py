@@ -92,14 +92,20 @@ def assert_same(ours: Mapping[str, Tensor], eagers: Mapping[str, Tensor], when: 
 
 
 def train_both(
-    case: Case, *, steps: int = 20, poison: bool = False, plans: int | None = 1, seed: int = 0
+    case: Case, *, steps: int = 6, poison: bool = False, plans: int | None = 1, seed: int = 0, memory: str = "keep"
 ) -> CompiledStep:
-    """Raises unless compiled and eager agree in everything. `plans` is how many recordings are expected."""
+    """Raises unless compiled and eager agree in everything. `plans` is how many recordings are expected. The first step
+    records, the next ones rehearse and are compared by takeback itself, from the fourth on steps are steady. `memory`
+    is the case's own if its settings have one."""
     eager, ours = _make(case, seed), _make(case, seed)
     assert_same(state_of(ours.model, ours.optimizer), state_of(eager.model, eager.optimizer), "before training")
     keep = case.settings.get("keep_grads", True)
     step = compile_step(
-        ours.model, case.loss_fn, ours.optimizer, **{"keep_grads": True, **case.settings}, poison=poison
+        ours.model,
+        case.loss_fn,
+        ours.optimizer,
+        **{"keep_grads": True, "memory": memory, **case.settings},
+        poison=poison,
     )
     for i in range(steps):
         if case.between is not None:
