@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
-from takeback import budget, zoo
+from takeback import zoo
+from takeback.compiler import budget
 from takeback.compiler.budget import Planned, plan_within, resident_bytes, search_for
 from takeback.compiler.passes.recompute import Search
 from takeback.compiler.program import Program
