@@ -31,7 +31,7 @@ MIB = 1 << 20
 @cache
 def zoo_frontier(name: str) -> Frontier:
     case = zoo.case(name)
-    return frontier(case.model, case.loss_fn, case.optimizer, *case.batch, solve_s=4.0)
+    return frontier(case.model, case.loss_fn, case.optimizer, *case.batch, solve_s=600.0)
 
 
 def fixed(auto: int | None = None) -> Frontier:

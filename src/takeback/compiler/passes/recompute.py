@@ -132,7 +132,7 @@ def _same(one: Draft, other: Draft) -> bool:
 
 
 @dataclass(frozen=True)
-class _Lowest:
+class _LowestFound:
     """The lowest peak, and with what the frontier above it is solved."""
 
     point: Point
@@ -155,7 +155,7 @@ class Search:
         self.keep = Point(Choice(), planned_peak(draft), 0.0)
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
-        self._lowest: dict[float | None, _Lowest] = {}
+        self._lowest: dict[float | None, _LowestFound] = {}
         self._frontier: tuple[Point, ...] | None = None
 
     @property
@@ -190,16 +190,16 @@ class Search:
         """The lowest peak worth its cost, for no more than a share of the step's time if one is given."""
         return self._find(share).point
 
-    def _find(self, share: float | None) -> _Lowest:
+    def _find(self, share: float | None) -> _LowestFound:
         if share not in self._lowest:
             self._lowest[share] = self._find_lowest(share)
         return self._lowest[share]
 
-    def _find_lowest(self, share: float | None) -> _Lowest:
+    def _find_lowest(self, share: float | None) -> _LowestFound:
         # What is decided alike for all copies of a block is found soon, and a start for the rest.
         first = RebuildSolver(self._rows, groups=1)
         if not self._rows.run:
-            return _Lowest(self.keep, None, first)
+            return _LowestFound(self.keep, None, first)
         self._say("looking for the lowest peak")
         most_ns = None if share is None else int(share * self._rows.problem.step_ns)
         alike = self._run(functools.partial(first.lowest_peak, most_ns), _ALIKE_VISITS)
@@ -214,7 +214,7 @@ class Search:
         points = [(self._point(answer), answer) for answer in answers]
         point, answer = min(points, key=lambda found: self._worth(found[0]), default=(self.keep, None))
         gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
-        return _Lowest(point, answer, solver) if gains else _Lowest(self.keep, None, solver)
+        return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
     def frontier(self) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The
