@@ -343,7 +343,7 @@ def without_gradients(step: tb.CompiledStep) -> int:
     program = layout.draft.program
     gradients = {region.buffer for region in program.grads.values()}
     buffers = {b: replace(buffer, size_bytes=0) if b in gradients else buffer for b, buffer in program.buffers.items()}
-    return max(alive_bytes(replace(program, buffers=buffers), layout.slots, layout.draft.kept))
+    return max(alive_bytes(replace(program, buffers=buffers), layout.owners, layout.draft.kept))
 
 
 def worker(name: str, device: str, what: str, system: str, rounds: int) -> list[Row]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from takeback.compiler.passes.pipeline import PASSES
+from takeback.compiler.passes.pipeline import PIPELINE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -123,7 +123,7 @@ def test_program_in_how_it_works_is_the_one_its_example_records(elsewhere: None)
 
 
 def test_how_it_works_and_the_readme_name_the_passes_in_their_order() -> None:
-    names = [each.__name__ for each in PASSES]
+    names = [stage.name for stage in PIPELINE]
     assert re.findall(r"^\*\*(\w+)\*\* ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE) == names
     [drawing] = [b.text for b in blocks((ROOT / "README.md").read_text()) if "borrow check" in b.text]
     assert re.findall(rf"\b({'|'.join(names)})\b", drawing) == names

@@ -14,7 +14,6 @@ from torch import nn
 
 import takeback as tb
 from takeback.compiler.passes import Packed
-from takeback.compiler.passes.draft import slot_of
 from takeback.compiler.run.group import Group
 from takeback.flat import ALIGNMENT_BYTES, BUCKET_BYTES, cut, lay_out
 
@@ -72,7 +71,7 @@ def test_plan_group_grad_buffer_and_optimizer_put_slices_at_the_same_places(tmp_
     step = tb.compile_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     step(torch.randn(4, 5))
     draft = step._plans[0].executor.layout.draft
-    packed = [draft.placements[slot_of(draft, r.buffer)] for _, r in sorted(draft.program.grads.items())]
+    packed = [draft.placements[owner_of(draft, r.buffer)] for _, r in sorted(draft.program.grads.items())]
     assert packed == [Packed("float32", start) for start in expected]
 
     buffer = tb.GradBuffer(model_of_odd_sizes())

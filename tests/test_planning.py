@@ -149,7 +149,7 @@ def test_message_of_an_impossible_target_says_what_was_asked_what_is_possible_an
 def test_measured_peak_of_the_replayed_step_is_the_reported_one(memory: str) -> None:
     """What the allocator served after the first rehearsal is what was planned: nothing asked for more."""
     case = zoo.case("gpt", batch=2)
-    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory, solve_s=0.5)
+    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory)
     step(*case.batch)
     predicted = step.report()
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_measured_peak_of_the_replayed_step_is_the_reported_one(memory: str) -> 
 
 def test_predicted_target_is_that_of_the_compiled_step() -> None:
     case = zoo.case("gpt", batch=2)
-    predicted = tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory="0.6x", solve_s=1.0)
+    predicted = tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory="0.6x")
     assert predicted.peak_bytes - predicted.resident_bytes <= 0.6 * (
         predicted.eager_peak_bytes - predicted.resident_bytes
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import takeback as tb
 from pairwise import quick_ones
 from takeback import zoo
+from takeback.compiler.capture import update
 from takeback.errors import CaptureError, OptionError
 from takeback.options import parse_bytes
 
@@ -29,6 +31,50 @@ def test_predicted_peak_above_resident_is_within_one_percent_of_the_compiled_ste
     assert said.resident_bytes == found.resident_bytes
     assert said.measured is None
     assert found.measured is not None
+
+
+def disproved(case: zoo.Case, monkeypatch: pytest.MonkeyPatch) -> torch.optim.Optimizer:
+    """One that takeback would write out, were it not that its twin shows something else."""
+    own = update._adam_single
+
+    def wrong(w: Any, group: Any, s: Any, decoupled: bool) -> None:
+        own(w, group, s, decoupled)
+        w.write(torch.ops.aten.mul_.Tensor, s.parameter, 1)
+
+    monkeypatch.setattr(update, "_adam_single", wrong)
+    return torch.optim.AdamW(case.model.parameters(), foreach=False)
+
+
+def unknown(case: zoo.Case, monkeypatch: pytest.MonkeyPatch) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(case.model.parameters())
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("optimizer", [disproved, unknown])
+def test_prediction_and_compiled_step_agree_where_the_update_is_not_in_the_plan(
+    optimizer: Any, keep_grads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = zoo.case("mlp")
+    own = optimizer(case, monkeypatch)
+    settings = {"memory": "keep", "keep_grads": keep_grads}
+    said = tb.predict(case.model, case.loss_fn, own, *case.batch, **settings)
+    step = tb.compile_step(case.model, case.loss_fn, own, **settings)
+    for _ in range(3):
+        step(*case.batch)
+    found = step.report()
+    [refusal] = [r for r in said.refusals if r.decision == "plan the update"]
+    assert said.refusals == found.refusals
+    assert refusal.op == type(own).__name__
+    assert said.peak_bytes - said.resident_bytes == found.peak_bytes - found.resident_bytes
+    assert said.ops == found.ops
+    assert said.notes == found.notes
+    [note] = said.notes
+    assert note == (
+        f"the update is not part of the plan: {refusal.op}'s own step() is called after the backward, because "
+        f"{refusal.reason}"
+    )
+    assert f"note: the update is not part of the plan: {refusal.op}" in str(found)
+    assert note in json.loads(found.to_json())["notes"]
 
 
 def test_prediction_touches_nothing() -> None:

@@ -1,4 +1,4 @@
-"""A step in eager beside the same step compiled: two equal cases in, a `Comparison` and its table out.
+"""A step in eager beside the same step compiled: two equal cases in, a `SideBySide` and its table out.
 
 Every figure is measured, the times step by step in turns. What this machine cannot measure (without the native
 allocator: eager's memory) is None, and shown as such.
@@ -51,7 +51,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SideBySide:
     """A step in eager beside the same step compiled; `eager[i]` and `ours[i]` came right after each other."""
 
     eager: Sequence[Sample]
@@ -130,7 +130,7 @@ def memory_of(step: Callable[[], object]) -> Memory | None:
 
 def compare(
     eager: Case, ours: Case, rounds: int, *, memory: str = "auto", progress: Callable[[str], None] | None = None
-) -> Comparison:
+) -> SideBySide:
     """Steady steps of two equal cases: one in eager, one compiled with `memory`."""
     say = progress or (lambda text: None)
 
@@ -147,7 +147,7 @@ def compare(
     before, after = interleaved(in_eager, lambda: step(*ours.batch), rounds)
     before = [Sample(s.seconds, faults) for s in before]
     eager.model.zero_grad(set_to_none=True)
-    return Comparison(before, after, memory_of(in_eager), step.report(), gradient_clones(step))
+    return SideBySide(before, after, memory_of(in_eager), step.report(), gradient_clones(step))
 
 
 def gradient_clones(step: CompiledStep) -> tuple[int, int]:
@@ -164,7 +164,7 @@ def gradient_clones(step: CompiledStep) -> tuple[int, int]:
 # -- showing -----------------------------------------------------------------------------------------------------
 
 
-def comparison_table(title: str, result: Comparison) -> Table:
+def comparison_table(title: str, result: SideBySide) -> Table:
     """One row per figure, columns eager and takeback; never wider than 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", width=78)
     table.add_column("per step", ratio=1)
@@ -175,7 +175,7 @@ def comparison_table(title: str, result: Comparison) -> Table:
     return table
 
 
-def _rows(result: Comparison) -> Iterator[tuple[str, str, str, str]]:
+def _rows(result: SideBySide) -> Iterator[tuple[str, str, str, str]]:
     report, memory = result.report, result.eager_memory
     resident, ours, unknown = report.resident_bytes, report.peak_bytes, "not measured"
     if memory is None:
@@ -212,7 +212,7 @@ def _middle_half(numbers: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def verdict(result: Comparison) -> Text:
+def verdict(result: SideBySide) -> Text:
     """What was compared bit for bit, in red where it differs; and what could not be measured, or not well."""
     lines = []
     if result.differences:

@@ -21,8 +21,8 @@ from rich.text import Text
 from takeback.comparison import (
     FAULT_ROUNDS,
     REHEARSALS,
-    Comparison,
     Sample,
+    SideBySide,
     comparison_table,
     faults_alone,
     gradient_clones,
@@ -136,7 +136,7 @@ def _progress(console: Console, lesson: Lesson, steps: int) -> Iterator[Advance]
         yield lambda text: bar.update(task, advance=1, description=f"{lesson.name}: {text}")
 
 
-def teach(lesson: Lesson, steps: int, advance: Advance) -> Comparison:
+def teach(lesson: Lesson, steps: int, advance: Advance) -> SideBySide:
     """Trains the lesson's model `steps` times in eager and compiled, and compares every bit of both."""
     steps, deadline = max(steps, REHEARSALS + 1), float("inf")
     with torch.random.fork_rng(devices=[]):
@@ -172,7 +172,7 @@ def teach(lesson: Lesson, steps: int, advance: Advance) -> Comparison:
         last = next(lesson.batches())
         memory = memory_of(lambda: eager_step(eager.model, eager.loss_fn, eager.optimizer, last))
     differences = {"losses": unequal, "gradients": wrong_gradients, "parameters": wrong_parameters}
-    return Comparison(before, after, memory, report, clones, losses, differences)
+    return SideBySide(before, after, memory, report, clones, losses, differences)
 
 
 def _warming(i: int) -> str:

@@ -47,7 +47,27 @@ def cuda_stream(device: int) -> int:
 
 def holders(storage: torch.UntypedStorage) -> int:
     """How many C++ owners the storage has: each tensor over it, alias or view, and the Python object itself."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return int(torch._C._storage_Use_Count(storage_key(storage)))
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What two Python objects over one storage have in common, for as long as it lives."""
+    return int(storage._cdata)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often torch has counted a write to the tensor's bytes."""
+    return int(tensor._version)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes the tensor for a view of another one."""
+    return bool(tensor._is_view())
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether somebody wants to see the tensor's gradient before it is accumulated."""
+    return bool(tensor._backward_hooks)
 
 
 def graph_is_kept() -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from takeback.engine import cuda_stream
+from takeback.engine import cuda_stream, storage_key, version_of
 from takeback.workspace.internals import traced
 
 
@@ -57,7 +57,7 @@ class NormCache:
                 return self._compute(p)
             entry = None
         seen = self._state(p)
-        if entry is not None and entry.seen == seen and entry.norm._version == 0:
+        if entry is not None and entry.seen == seen and version_of(entry.norm) == 0:
             self.hits += 1
             return entry.norm
         self.misses += 1
@@ -99,14 +99,14 @@ class NormCache:
     def _state(self, p: torch.Tensor) -> tuple[object, ...]:
         """What is different once the parameter has other values, or is asked for on another CUDA stream."""
         return (
-            p._version,
-            p.untyped_storage()._cdata,  # the entry's weak reference keeps this number from being used again
+            version_of(p),
+            storage_key(p.untyped_storage()),  # the entry's weak reference keeps this number from being used again
             p.data_ptr(),
             p.shape,
             p.stride(),
             p.dtype,
             cuda_stream(p.device.index) if p.is_cuda else None,
-            *(t._version for t in self._through),
+            *map(version_of, self._through),
         )
 
 

@@ -31,7 +31,7 @@ from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, set
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of
-from takeback.compiler.run.execution import Execution, Placing
+from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.probe import probe_scratch
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
@@ -76,7 +76,7 @@ def predict(
     plan = plan_within(traced.program, traced.kept, options, settings)
     layout = plan.layout
     execution = Execution(
-        placing=traced.placing,
+        serves_ops=traced.serves_ops,
         undo_bytes=undo_bytes(layout.draft.program),
         kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
     )
@@ -197,7 +197,7 @@ class _Traced:
     program: Program
     kept: frozenset[BufferId]
     own_step: OwnStep | None
-    placing: Placing
+    serves_ops: bool  #: the native allocator is there
 
 
 def _check_device(device: str | None, gpu: str | None) -> None:
@@ -245,10 +245,10 @@ def _trace(
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
         )
-    program, placing = finished.program, Placing.ARENA_BESIDE_OPS
+    program = finished.program
     if native is not None:
-        program, placing = probe_scratch(program, native, progress), Placing.ARENA
-    return _Traced(program, finished.kept, finished.own_step, placing)
+        program = probe_scratch(program, native, progress)
+    return _Traced(program, finished.kept, finished.own_step, native is not None)
 
 
 def largest_batch(

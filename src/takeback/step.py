@@ -30,7 +30,9 @@ from takeback.compiler.passes import Home
 from takeback.compiler.planning import check_early, plan_within, settings_for
 from takeback.compiler.program import Op
 from takeback.compiler.run import allocator
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
+from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
@@ -40,9 +42,7 @@ from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
-from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.replayed_step import ReplayedStep
-from takeback.compiler.run.stream import StreamExecutor
 from takeback.compiler.run.verify import Comparison
 from takeback.errors import CaptureError
 from takeback.options import Options, cache_dir, compiler
@@ -204,7 +204,7 @@ class CompiledStep:
             group=self._group,
             measure=self._proof.measure,
             recording=recorder(self._native, subjects.device_of(self._model)),
-            streams=self._home is Home.ALLOCATOR,
+            in_one_piece=self._home is Home.ARENA,
             revocable=options.has_target,  # the plan may turn out impossible when the step has been made
         )
         results = recorded.run(
@@ -243,11 +243,11 @@ class CompiledStep:
             added_s=planned.added_s,
         )
 
-    def _executor(self, layout: Layout) -> Replay:
+    def _executor(self, layout: Layout) -> Executor:
         reducer = self._group.reducer if self._group is not None else None
         if self._home is Home.ALLOCATOR:
-            return StreamExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return Executor(layout, self._arena, self._native, poison=self.options.poison, reducer=reducer)
+            return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
+        return ArenaExecutor(layout, self._arena, self._native, poison=self.options.poison, reducer=reducer)
 
     # -- the steady step ---------------------------------------------------------------------------------------
 

@@ -27,10 +27,12 @@ def fixed_report() -> Report:
         copied_bytes=MIB + 4,
         ledger=(
             Entry("%9", MIB, Fate.MOVED, "clone", line, "eager copies %4 here; its bytes are handed on"),
-            Entry("%5", 2 * MIB, Fate.PLACED, "mm", line, "its bytes are its own", 0, 0, 2),
-            Entry("%6", 2 * MIB, Fate.OVERWRITTEN, "relu", line, "written onto %5, which dies here", 0, 1, 3),
-            Entry("scratch", 2 * MIB, Fate.SCRATCH, "relu", line, "taken inside the op", 2 * MIB, 1, 2),
-            Entry("%7", MIB, Fate.COPIED, "_to_copy", "", "the program converts float32 to bfloat16", 4 * MIB, 1, 3),
+            Entry("%5", 2 * MIB, Fate.PLACED, "mm", line, "its bytes are its own", 0, 0, 2, "%5"),
+            Entry("%6", 2 * MIB, Fate.OVERWRITTEN, "relu", line, "written onto %5, which dies here", 0, 1, 3, "%5"),
+            Entry("scratch", 2 * MIB, Fate.SCRATCH, "relu", line, "taken inside the op", 2 * MIB, 1, 2, "s"),
+            Entry(
+                "%7", MIB, Fate.COPIED, "_to_copy", "", "the program converts float32 to bfloat16", 4 * MIB, 1, 3, "%7"
+            ),
             Entry("scratch", 64, Fate.PASSED, "relu", line, "outlives its op inside torch"),
             Entry("loss", 4, Fate.COPIED, "clone", "", "returned to the caller, so it must outlive the arena"),
         ),

@@ -38,9 +38,9 @@ eager peaks in relu at train.py:66; 3 ops in the plan
 fate          values       bytes
 moved              1    1.00 MiB   eager copies it; here the bytes are handed on
 overwritten        1    2.00 MiB   written onto an operand that dies
-placed             1    2.00 MiB   has bytes of its own in the arena
+placed             1    2.00 MiB   has bytes of its own
 copied             2    1.00 MiB   copied, for the reasons below
-scratch            1    2.00 MiB   taken inside an op, in the arena
+scratch            1    2.00 MiB   taken inside an op
 passed             1        64 B   taken inside an op, from malloc
 
 -- Largest values at the peak (op 1 of 3) --------------------------------------

@@ -31,7 +31,7 @@ MIB = 1 << 20
 @cache
 def zoo_frontier(name: str) -> Frontier:
     case = zoo.case(name)
-    return frontier(case.model, case.loss_fn, case.optimizer, *case.batch, solve_s=4.0)
+    return frontier(case.model, case.loss_fn, case.optimizer, *case.batch)
 
 
 def fixed(auto: int | None = None) -> Frontier:
@@ -175,7 +175,7 @@ def test_frontier_touches_nothing_and_says_what_it_does() -> None:
     before = {k: v.clone() for k, v in case.model.state_dict().items()}
     random = torch.get_rng_state()
     told: list[str] = []
-    frontier(case.model, case.loss_fn, case.optimizer, *case.batch, solve_s=1.0, progress=told.append)
+    frontier(case.model, case.loss_fn, case.optimizer, *case.batch, progress=told.append)
     assert all(torch.equal(v, before[k]) for k, v in case.model.state_dict().items())
     assert not case.optimizer.state
     assert torch.equal(torch.get_rng_state(), random)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import takeback as tb
 from takeback import flat
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import eager_step
-from takeback.compiler.run.stream import StreamExecutor
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -72,7 +72,7 @@ def test_group_of_one_has_eagers_bits(
         for name, value in theirs.state_dict().items():
             assert same(ours.state_dict()[name], value), f"{name} after step {i}"
     assert step._last is not None
-    assert isinstance(step._last.executor, StreamExecutor)
+    assert isinstance(step._last.executor, AllocatorExecutor)
     assert step._group is not None
     assert step._group.reducer.count > 1
     assert any("averaged over the group" in note for note in step.report().notes)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
 from takeback.compiler.passes import Home
-from takeback.compiler.run.stream import StreamExecutor
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.flat import cut, lay_out
 from takeback.parallel import Reducer
 
@@ -143,7 +143,7 @@ def race(
         for name, value in expected.items():
             same(now[name], value, group, f"{name} after step {i}")
     assert step._last is not None
-    assert isinstance(step._last.executor, StreamExecutor) is streams
+    assert isinstance(step._last.executor, AllocatorExecutor) is streams
     return step
 
 

@@ -18,7 +18,7 @@ from takeback.compiler import layout as layout_module
 from takeback.compiler.explain.ledger import Fate
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Overwrites, Packed, run_passes
-from takeback.compiler.passes.draft import slot_of
+from takeback.compiler.passes.draft import owner_of
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program
 from takeback.errors import PlanError
@@ -67,7 +67,7 @@ def test_there_is_one_flat_buffer_for_each_dtype() -> None:
     model[1].to(torch.float64)
     program = original(model, lambda m, x: m[1](m[0](x).double()).square().mean(), torch.randn(5, 8))
     draft = run_passes(program)
-    packed = [draft.placements[slot_of(draft, r.buffer)] for _, r in sorted(program.grads.items())]
+    packed = [draft.placements[owner_of(draft, r.buffer)] for _, r in sorted(program.grads.items())]
     assert packed == [Packed("float32", 0), Packed("float32", 256), Packed("float64", 0), Packed("float64", 512)]
 
 
@@ -77,7 +77,7 @@ def test_gradient_that_overwrites_a_dying_operand_takes_its_slot_along() -> None
     draft = run_passes(program)
     [grad] = draft.program.grads.values()
     assert isinstance(draft.placements[grad.buffer], Overwrites), "no sum of gradients here: it shows nothing"
-    assert draft.placements[slot_of(draft, grad.buffer)] == Packed("float32", 0)
+    assert draft.placements[owner_of(draft, grad.buffer)] == Packed("float32", 0)
 
 
 def test_gradients_that_are_parts_of_one_buffer_are_refused() -> None:
@@ -148,7 +148,7 @@ def test_a_slice_that_is_put_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch
         [pack] = problem.packs
         torn = pack.members[-1][0]
         return replace(
-            found, offsets={**found.placed.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
+            found, offsets={**found.offsets, torn: found.arena_bytes + 64}, arena_bytes=found.arena_bytes + 4096
         )
 
     monkeypatch.setattr(layout_module, "solve", tearing)

@@ -58,7 +58,7 @@ def _deep(depth: int = 6, width: int = 32) -> tuple[nn.Module, Any, torch.Tensor
 
 def _compiled(memory: str) -> tuple[tb.CompiledStep, nn.Module, list[torch.Tensor]]:
     model, loss_fn, x = _deep()
-    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory, solve_s=1.5)
+    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory=memory)
     losses = []
     for i in range(4):
         torch.manual_seed(i)
@@ -98,7 +98,7 @@ def test_random_ops_are_run_once_however_much_is_rebuilt() -> None:
 def test_recompute_never_raises_the_planned_peak(name: str) -> None:
     case = zoo.case(name)
     peaks = {
-        memory: tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory=memory, solve_s=1.5).peak_bytes
+        memory: tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory=memory).peak_bytes
         for memory in ("keep", "auto", "min")
     }
     assert peaks["min"] <= peaks["auto"] <= peaks["keep"]
@@ -107,7 +107,7 @@ def test_recompute_never_raises_the_planned_peak(name: str) -> None:
 
 def test_running_statistics_are_updated_once_where_a_batch_norm_is_rebuilt() -> None:
     case, twin = zoo.case("resnet"), zoo.case("resnet")
-    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="min", solve_s=1.5)
+    step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="min")
     for _ in range(4):
         step(*case.batch)
         eager_step(twin.model, twin.loss_fn, twin.optimizer, twin.batch)

@@ -15,7 +15,7 @@ import takeback as tb
 from takeback.compiler import layout as layout_module
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Draft, Packed, PassSettings, run_passes
-from takeback.compiler.passes.draft import slot_of
+from takeback.compiler.passes.draft import owner_of
 from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program, Special
@@ -121,7 +121,7 @@ def test_slices_of_a_group_are_packed_even_where_that_costs_arena(
     monkeypatch.setattr(layout_module, "solve", wasteful)
     layout = lay_out(draft)
     grads = layout.draft.program.grads.values()
-    assert all(isinstance(layout.draft.placements[slot_of(draft, r.buffer)], Packed) for r in grads)
+    assert all(isinstance(layout.draft.placements[owner_of(draft, r.buffer)], Packed) for r in grads)
 
 
 def test_value_that_is_put_onto_a_slice_in_the_group_s_hands_is_caught(
@@ -137,14 +137,16 @@ def test_value_that_is_put_onto_a_slice_in_the_group_s_hands_is_caught(
         r.buffer
         for op in program.ops[first + 1 : wait]
         for r in op.outputs
-        if r.buffer in layout.alive and layout.slots[r.buffer] == r.buffer and r.buffer not in program.ops[wait].mutates
+        if r.buffer in layout.alive
+        and layout.owners[r.buffer] == r.buffer
+        and r.buffer not in program.ops[wait].mutates
     )
     solve = layout_module.solve
 
     def careless(problem: Problem) -> Solution:
         found = solve(problem)
-        at = found.placed.offsets[layout.slots[target]]  # type: ignore[index]
-        return replace(found, offsets={**found.placed.offsets, victim: at})  # type: ignore[dict-item]
+        at = found.offsets[layout.owners[target]]  # type: ignore[index]
+        return replace(found, offsets={**found.offsets, victim: at})  # type: ignore[dict-item]
 
     monkeypatch.setattr(layout_module, "solve", careless)
     with pytest.raises(PlanError, match="overlap in time and in bytes"):

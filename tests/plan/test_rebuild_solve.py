@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from long_steps import digest, long_step
 from random_rebuild_problems import answer_of, every_choice, is_right, problem_of, rebuild_problems, unknowns
 
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import answer_with, cheapest_first
 from takeback.compiler.plan.rebuild_problem import (
-    Alike,
     RebuildAnswer,
     RebuildProblem,
     RebuildUnit,
@@ -106,41 +105,6 @@ def test_answer_to_begin_with_is_never_made_worse_and_one_that_is_too_high_is_no
 
 
 # -- limits --------------------------------------------------------------------------------------------------
-
-
-def long_step(blocks: int, seed: int = 0) -> RebuildProblem:
-    """Equal blocks of three values, each made of the one before; a backward that reads them all from last to first."""
-    n = 3 * blocks
-    values, units, chains = [], [], {}
-    carries, runs = {}, {}
-    for v in range(n):
-        back = 2 * n - v
-        stops = sorted({back, *(2 * n - u for u in range(v + 1, min(v + 3, n)))})
-        maker = UnitId(v) if v % 3 else None
-        value = RebuildValue(
-            ValueId(v), (7, 19, 11)[v % 3] + seed, ((v, min(v + 1, n)), (back, back)), tuple(stops), maker
-        )
-        values.append(value)
-        if maker is not None:
-            units.append(RebuildUnit(maker, (v,), (ValueId(v - 1),), (ValueId(v),), 3 + v % 3))
-        for stop in stops:
-            carries[value.id, stop] = Alike((v % 3, stop - back), v // 3, blocks)
-    for v in range(n):
-        chain = [u for u in (v - 1, v) if u % 3 and u >= 0 and (u == v or v % 3)]
-        if chain:
-            chains[2 * n - v] = tuple(UnitId(u) for u in chain)
-            for u in chain:
-                runs[UnitId(u), 2 * n - v] = Alike((u % 3, v - u), u // 3, blocks)
-    ops = 2 * n + 1
-    return RebuildProblem(
-        tuple(values), tuple(units), dict(sorted(chains.items())), (5,) * ops, (5,) * ops, 40 * n, carries, runs
-    )
-
-
-def digest(answer: RebuildAnswer | None) -> str:
-    assert answer is not None
-    text = repr((sorted(answer.carried), sorted(answer.rebuilt), answer.peak_bytes, answer.cost_ns))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_same_problem_has_the_same_answer_however_little_effort_is_made() -> None:

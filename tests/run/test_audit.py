@@ -14,8 +14,8 @@ import takeback as tb
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Home, PassSettings, run_passes
 from takeback.compiler.program import Program
+from takeback.compiler.run.allocator_code import AllocatorCode, generate_for_allocator
 from takeback.compiler.run.audit import audit
-from takeback.compiler.run.streamcode import StreamCode, generate_stream
 from takeback.errors import BorrowError
 
 Lines = list[tuple[int, str]]
@@ -32,12 +32,12 @@ def recorded() -> Program:
 
 
 @pytest.fixture(scope="module")
-def written() -> tuple[StreamCode, Layout]:
+def written() -> tuple[AllocatorCode, Layout]:
     layout = lay_out(run_passes(recorded(), settings=PassSettings(home=Home.ALLOCATOR)))
-    return generate_stream(layout), layout
+    return generate_for_allocator(layout), layout
 
 
-def test_a_layout_without_an_arena_has_no_offsets(written: tuple[StreamCode, Layout]) -> None:
+def test_a_layout_without_an_arena_has_no_offsets(written: tuple[AllocatorCode, Layout]) -> None:
     layout = written[1]
     assert layout.arena is None
     assert layout.alive_bytes > 0
@@ -45,9 +45,9 @@ def test_a_layout_without_an_arena_has_no_offsets(written: tuple[StreamCode, Lay
 
 @pytest.mark.parametrize("watched", [False, True])
 @pytest.mark.parametrize("poison", [False, True])
-def test_honest_code_passes(written: tuple[StreamCode, Layout], watched: bool, poison: bool) -> None:
+def test_honest_code_passes(written: tuple[AllocatorCode, Layout], watched: bool, poison: bool) -> None:
     layout = written[1]
-    code = generate_stream(layout, watched=watched, poison=poison)
+    code = generate_for_allocator(layout, watched=watched, poison=poison)
     audit(code.lines, code.claims, layout)
 
 
@@ -55,7 +55,7 @@ def drops(lines: Lines) -> list[int]:
     return [i for i, (_, text) in enumerate(lines) if re.fullmatch(r"(v\d+ = )+None", text)]
 
 
-def test_every_drop_that_is_left_out_is_found(written: tuple[StreamCode, Layout]) -> None:
+def test_every_drop_that_is_left_out_is_found(written: tuple[AllocatorCode, Layout]) -> None:
     code, layout = written
     lines = list(code.lines)
     assert len(drops(lines)) > 10
@@ -64,7 +64,7 @@ def test_every_drop_that_is_left_out_is_found(written: tuple[StreamCode, Layout]
             audit(lines[:i] + lines[i + 1 :], code.claims, layout)
 
 
-def test_every_drop_that_comes_one_op_too_early_is_found(written: tuple[StreamCode, Layout]) -> None:
+def test_every_drop_that_comes_one_op_too_early_is_found(written: tuple[AllocatorCode, Layout]) -> None:
     code, layout = written
     lines = list(code.lines)
     for i in drops(lines):
@@ -79,7 +79,7 @@ def test_every_drop_that_comes_one_op_too_early_is_found(written: tuple[StreamCo
             audit(moved, code.claims, layout)
 
 
-def test_an_op_that_reads_another_value_of_the_same_size_is_found(written: tuple[StreamCode, Layout]) -> None:
+def test_an_op_that_reads_another_value_of_the_same_size_is_found(written: tuple[AllocatorCode, Layout]) -> None:
     code, layout = written
     lines = list(code.lines)
     found = tried = 0
@@ -97,7 +97,9 @@ def test_an_op_that_reads_another_value_of_the_same_size_is_found(written: tuple
     assert found == tried > 10
 
 
-def test_a_result_that_takes_new_bytes_where_it_was_to_overwrite_is_found(written: tuple[StreamCode, Layout]) -> None:
+def test_a_result_that_takes_new_bytes_where_it_was_to_overwrite_is_found(
+    written: tuple[AllocatorCode, Layout],
+) -> None:
     code, layout = written
     lines = list(code.lines)
     onto = [i for i, (_, text) in enumerate(lines) if re.search(r"out=v\d+\)$", text)]
@@ -111,7 +113,7 @@ def test_a_result_that_takes_new_bytes_where_it_was_to_overwrite_is_found(writte
             audit(changed, claims, layout)
 
 
-def test_what_the_caller_gets_must_still_be_there(written: tuple[StreamCode, Layout]) -> None:
+def test_what_the_caller_gets_must_still_be_there(written: tuple[AllocatorCode, Layout]) -> None:
     code, layout = written
     *lines, (position, text) = code.lines
     assert text.startswith("return [v")

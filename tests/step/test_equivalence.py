@@ -92,7 +92,6 @@ def zoo_case(name: str, model: Callable[[], nn.Module] | None = None, loss_fn: A
         loss_fn or shipped.loss_fn,
         draw,
         lambda m: kind(m.parameters(), **{k: v for k, v in settings.items() if k != "decoupled_weight_decay"}),
-        settings={} if name == "resnet" else {"solve_s": 0.5},
     )
 
 

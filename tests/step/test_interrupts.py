@@ -6,10 +6,13 @@ Threads are here too: steps off the main thread, several at once, and other thre
 from __future__ import annotations
 
 import copy
+import dis
 import gc
 import io
 import pickle
+import random
 import signal
+import sys
 import threading
 import time
 import types
@@ -356,6 +359,140 @@ def test_ctrl_c_at_any_time_leaves_the_state_of_a_complete_step() -> None:
         done += int(now["model.1.num_batches_tracked"].item() == done + 1)
         assert_same(now, states[done], f"after Ctrl-C in attempt {attempt}")
     assert done > 1
+
+
+class Stopwatch:
+    """Presses Ctrl-C before the n-th line of Python that `work` runs in takeback, or where contexts are left: the same
+    one in every run. `struck` says whether there was such a line."""
+
+    _WATCHED = ("takeback", "contextlib.py", "_python_dispatch.py", "grad_mode.py", "<")
+
+    def __init__(self, number: int) -> None:
+        self.lines, self._number, self.struck = 0, number, False
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            work()
+        except KeyboardInterrupt:
+            assert self.struck
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        if event == "call" and not any(name in frame.f_code.co_filename for name in self._WATCHED):
+            return None
+        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]:
+            return self._trace  # the line of a try: Python looks for no signals there, and no handler covers it
+        self.lines += 1
+        if self.lines == self._number:
+            self.struck = True
+            sys.settrace(None)
+            press_ctrl_c()
+        return None if self.struck else self._trace
+
+
+class Course:
+    """A compiled step and the states that eager goes through. `interrupt(n)` tries the next step, with Ctrl-C before
+    its n-th line, and asserts that the state is that of a complete step."""
+
+    def __init__(self, optimizer: Callable[..., Any], **settings: Any) -> None:
+        self.model = normed()
+        self.optimizer = optimizer(self.model)
+        twin, _ = copy.deepcopy((self.model, 0))
+        self._twin = Setup(twin, cross_entropy, optimizer(twin), xy)
+        self._states = [snapshot(twin, self._twin.optimizer)]
+        self.settings = settings
+        self.done = 0
+        self.compile()
+
+    def compile(self) -> None:
+        self.step = tb.compile_step(self.model, cross_entropy, self.optimizer, **self.settings)
+
+    def take(self) -> None:
+        torch.manual_seed(self.done)
+        self.step(*xy(self.done))
+
+    def _expected(self, step: int) -> Snapshot:
+        while len(self._states) <= step:
+            torch.manual_seed(len(self._states) - 1)
+            eager_step(self._twin, xy(len(self._states) - 1))
+            self._states.append(snapshot(self._twin.model, self._twin.optimizer))
+        return self._states[step]
+
+    def advance(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.take()
+            self.done += 1
+            assert_same(snapshot(self.model, self.optimizer), self._expected(self.done), f"after step {self.done}")
+
+    def interrupt(self, number: int) -> bool:
+        """Whether the step was made nevertheless."""
+        watch = Stopwatch(number)
+        handler = signal.getsignal(signal.SIGINT)
+        watch(self.take)
+        assert watch.struck, f"there are {watch.lines} lines"
+        when = f"after Ctrl-C before line {number} of step {self.done}, {self.settings}"
+        now = snapshot(self.model, self.optimizer)
+        made = bool(now["model.1.num_batches_tracked"] == self.done + 1)
+        self.done += made
+        assert_same(now, self._expected(self.done), when)
+        assert torch.is_grad_enabled(), when
+        assert signal.getsignal(signal.SIGINT) is handler, when
+        assert all(p.grad is None for p in self.model.parameters()), when
+        return made
+
+    def lines(self) -> int:
+        """How many a step runs."""
+        watch = Stopwatch(-1)
+        watch(self.take)
+        self.done += 1
+        return watch.lines
+
+
+COURSES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "planned update": (adamw, {}),
+    "own step": (lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01), {}),
+    "verified": (adamw, {"verify_every": 1}),
+}
+
+
+@pytest.mark.parametrize("name", COURSES)
+def test_ctrl_c_before_any_line_of_a_replay_leaves_the_state_of_a_complete_step(name: str) -> None:
+    optimizer, settings = COURSES[name]
+    course = Course(optimizer, **settings)
+    course.advance(4)
+    lines = course.lines()
+    draw = random.Random(0)
+    made = [course.interrupt(draw.randrange(1, lines)) for _ in range(60)]
+    assert 0 < sum(made) < len(made)
+    course.advance(2)
+
+
+def test_ctrl_c_before_any_line_of_a_plans_first_replay_leaves_the_state_of_a_complete_step() -> None:
+    course = Course(adamw)
+    draw = random.Random(0)
+    for _ in range(8):
+        course.compile()
+        course.advance()
+        course.interrupt(draw.randrange(1, 1200))
+    course.advance(3)
+
+
+def test_ctrl_c_before_any_line_of_a_recording_leaves_the_state_of_a_complete_step() -> None:
+    course = Course(adamw, memory="keep")
+    course.advance()
+    course.compile()
+    lines = course.lines()
+    draw = random.Random(0)
+    made = []
+    for _ in range(10):
+        course.compile()
+        made.append(course.interrupt(1 + int(lines * draw.random() ** 3)))  # most of the lines are planning's
+    assert 0 < sum(made) < len(made)
+    course.compile()
+    course.advance(3)
 
 
 # -- plans, threads, other steps -----------------------------------------------------------------------------------

@@ -285,8 +285,8 @@ SSM = replace(zoo.ssm.SMALL, width=32, state=8, head_width=16, layers=1)
 
 NETS: dict[str, Case] = {
     "attention-context": Case(lambda: zoo.GPT(CONTEXT), zoo.gpt.loss_fn, text),
-    "diffusion": Case(lambda: zoo.DiT(DIT), zoo.dit.ddpm_loss, shapes, settings={"solve_s": 6.0}),
-    "state-space": Case(lambda: zoo.SSM(SSM), zoo.ssm.loss_fn, text, settings={"solve_s": 6.0}),
+    "diffusion": Case(lambda: zoo.DiT(DIT), zoo.dit.ddpm_loss, shapes),
+    "state-space": Case(lambda: zoo.SSM(SSM), zoo.ssm.loss_fn, text),
     "dropout-blocks": Case(blocks, square, noise(ROWS, 16)),
     "multihead": Case(lambda: Attending(0.0), square, noise(4, 12, 16)),
     "multihead-dropout": Case(lambda: Attending(0.2), square, noise(4, 12, 16)),
@@ -323,7 +323,7 @@ def rebuilt(step: tb.CompiledStep) -> int:
 
 
 def under(case: Case, memory: str) -> Case:
-    return replace(case, settings={"solve_s": 1.0, **case.settings, "memory": memory})
+    return replace(case, settings={**case.settings, "memory": memory})
 
 
 def random_ops(program: Program) -> list[str]:
@@ -488,7 +488,7 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer, list[Tensor]]:
 
 def test_impossible_target_leaves_model_optimizer_and_random_state_as_they_were() -> None:
     model, optimizer, before = trained()
-    step = tb.compile_step(model, square, optimizer, memory="0.01x", solve_s=0.3)
+    step = tb.compile_step(model, square, optimizer, memory="0.01x")
     random = torch.get_rng_state()
     for _ in range(2):
         with pytest.raises(MemoryTargetError, match="lowest peak"):
@@ -506,7 +506,7 @@ def test_model_trains_to_eagers_bits_after_an_impossible_target() -> None:
     def refuse(i: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if i in (0, 2):
             with torch.random.fork_rng(devices=[]), pytest.raises(MemoryTargetError):
-                tb.compile_step(model, square, optimizer, memory="1KiB", solve_s=0.3)(*noise(ROWS, 16)(0))
+                tb.compile_step(model, square, optimizer, memory="1KiB")(*noise(ROWS, 16)(0))
 
     train_both(replace(case, between=refuse), steps=4, plans=None)
 
@@ -514,8 +514,8 @@ def test_model_trains_to_eagers_bits_after_an_impossible_target() -> None:
 def test_larger_batch_that_misses_the_target_does_not_harm_the_plan_of_the_smaller_one() -> None:
     model, optimizer, _ = trained()
     twin, twins, _ = trained()
-    report = tb.predict(model, square, optimizer, *noise(ROWS, 16)(0), memory="min", solve_s=0.3)
-    step = tb.compile_step(model, square, optimizer, memory=f"{int(report.peak_bytes * 1.1)}B", solve_s=0.3)
+    report = tb.predict(model, square, optimizer, *noise(ROWS, 16)(0), memory="min")
+    step = tb.compile_step(model, square, optimizer, memory=f"{int(report.peak_bytes * 1.1)}B")
     for i in range(5):
         if i == 3:
             with torch.random.fork_rng(devices=[]), pytest.raises(MemoryTargetError):

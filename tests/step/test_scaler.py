@@ -23,9 +23,9 @@ import takeback as tb
 from pairwise import in_turns
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.passes import Home
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import Recipe, eager_step
 from takeback.compiler.run.proof import Bits, differing, keep
-from takeback.compiler.run.stream import StreamExecutor
 from takeback.errors import CaptureError, MemoryTargetError, OptionError, VerifyError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -200,7 +200,7 @@ def test_executor_for_devices_has_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings], streams=True)
     pair.advance(14, infs=(4, 5, 11))
     assert pair.step._last is not None
-    assert isinstance(pair.step._last.executor, StreamExecutor)
+    assert isinstance(pair.step._last.executor, AllocatorExecutor)
 
 
 def images(i: int, *, inf: bool = False) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ def steady_steps() -> Iterator[Steps]:
     made = {}
     for name, optimizer in SETTINGS:
         of = case(name, optimizer=optimizer)
-        made[name, optimizer] = (of, steady(of, solve_s=30.0 if name in S4 else 8.0))
+        made[name, optimizer] = (of, steady(of))
     yield made
     torch.set_num_threads(threads)
 

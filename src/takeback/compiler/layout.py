@@ -18,7 +18,7 @@ from takeback.compiler.ownership import borrow
 from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
-from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, slot_of
+from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, owner_of
 from takeback.compiler.plan import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes, solve, validate
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
 from takeback.errors import BorrowError
@@ -53,7 +53,7 @@ class Layout:
     draft: Draft
     kinds: tuple[Kind, ...]
     alive: Mapping[BufferId, Lifetime]
-    slots: Mapping[BufferId, BufferId]  #: the buffer whose bytes these are in the end
+    owners: Mapping[BufferId, BufferId]  #: the buffer whose bytes these are in the end
     alive_bytes: int  #: the most bytes of values and scratch at one time, without padding
     arena: ArenaPlan | None  #: None where the device's own allocator places
 
@@ -77,16 +77,16 @@ def lay_out(draft: Draft) -> Layout:
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
-    slots = {b: slot_of(draft, b) for b in alive}
-    windows, scratch = _items(program, kinds, alive, slots)
+    owners = {b: owner_of(draft, b) for b in alive}
+    windows, scratch = _items(program, kinds, alive, owners)
     items = (*windows.values(), *scratch.values())
     alive_bytes = lower_bound_bytes(Problem(items, alignment_bytes=1))
-    layout = Layout(draft, kinds, alive, slots, alive_bytes, None)
+    layout = Layout(draft, kinds, alive, owners, alive_bytes, None)
     if draft.home is not Home.ARENA:
         return layout
     draft, problem, solution = _solve(draft, items, windows)
     validate(problem, solution)
-    offsets = {b: solution.offsets[ItemId(slots[b])] for b in alive}
+    offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
@@ -106,9 +106,9 @@ def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0
     alive = layout.alive_bytes + layout.arena.size_bytes - layout.arena.lower_bound_bytes
     # What is returned is copied out when the step is over: by then only these values are alive.
     last = {
-        layout.slots[r.buffer]
+        layout.owners[r.buffer]
         for r in (*program.returned, *program.grads.values())
-        if r.buffer in layout.slots and layout.alive[r.buffer].end == len(program.ops)
+        if r.buffer in layout.owners and layout.alive[r.buffer].end == len(program.ops)
     }
     returned = sum(int(r.numel * r.dtype.itemsize) for r in program.returned)
     at_end = returned + kept_grad_bytes + sum(program.buffers[b].size_bytes for b in last)
@@ -116,7 +116,7 @@ def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0
 
 
 def _items(
-    program: Program, kinds: tuple[Kind, ...], alive: Mapping[BufferId, Lifetime], slots: Mapping[BufferId, BufferId]
+    program: Program, kinds: tuple[Kind, ...], alive: Mapping[BufferId, Lifetime], owners: Mapping[BufferId, BufferId]
 ) -> tuple[dict[BufferId, Item], dict[tuple[int, int], Item]]:
     """What takes bytes and when: every owner with all that takes its bytes after it, and every op's scratch, by (op,
     number of the request)."""
@@ -131,7 +131,7 @@ def _items(
     spans: dict[BufferId, list[int]] = {}
     for b, life in alive.items():
         start, end = asked.get(b, ticks[life.start]), ticks[life.end]
-        window = spans.setdefault(slots[b], [start, end])
+        window = spans.setdefault(owners[b], [start, end])
         window[0], window[1] = min(window[0], start), max(window[1], end)
     windows = {b: Item(ItemId(b), program.buffers[b].size_bytes, s, e) for b, (s, e) in spans.items()}
     scratch: dict[tuple[int, int], Item] = {}
@@ -161,10 +161,10 @@ def _requests(
         yield tuple(mine)
 
 
-def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
+def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
     """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
     if that makes the arena smaller; then the draft says so."""
-    problem = Problem(items, packs=_packs(draft, slots))
+    problem = Problem(items, packs=_packs(draft, owners))
     solution = solve(problem)
     needed = draft.program.flags is not None  # a group reduces them in one piece
     if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
@@ -176,7 +176,7 @@ def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -
         return draft, problem, solution
     placements = dict(draft.placements)
     refusals: list[Refusal] = []
-    for b in slots:
+    for b in owners:
         if isinstance(placements.get(b), Packed):
             placements[b] = Fresh()
             size = draft.program.buffers[b].size_bytes
@@ -184,10 +184,10 @@ def _solve(draft: Draft, items: tuple[Item, ...], slots: Collection[BufferId]) -
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
 
 
-def _packs(draft: Draft, slots: Collection[BufferId]) -> tuple[Pack, ...]:
+def _packs(draft: Draft, owners: Collection[BufferId]) -> tuple[Pack, ...]:
     """The flat buffers of which some slices are alive at some time."""
     packs: dict[str, list[tuple[ItemId, int]]] = {}
-    for b in slots:
+    for b in owners:
         placement = draft.placements.get(b)
         if isinstance(placement, Packed):
             packs.setdefault(placement.buffer, []).append((ItemId(b), placement.offset_bytes))

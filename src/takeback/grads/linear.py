@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from takeback.engine import is_view
 from takeback.grads.slots import Slot, slot_of
 
 
@@ -107,7 +108,7 @@ class Linear(torch.autograd.Function):
             assert b is not None
             y = torch.addmm(b, x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[1])
         # A view could not be overwritten by what comes after it, as eager's result can.
-        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+        return torch.ops.aten._unsafe_view(y, y.shape) if is_view(y) else y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from takeback import flat as flat_layouts
-from takeback.engine import GradientUse, cuda_stream, use_of
+from takeback.engine import GradientUse, cuda_stream, has_hooks, use_of
 from takeback.errors import GradBufferError
 
 ROW_BYTES = 4096
@@ -116,7 +116,7 @@ class Slot:
         """Why the framework must see the gradient that is being computed, if it must."""
         if torch.is_grad_enabled():
             return "create_graph=True: the gradient has a history of its own"
-        if self.param._backward_hooks:
+        if has_hooks(self.param):
             return "a hook on the parameter must see the gradient"
         if getattr(self.param, "_post_accumulate_grad_hooks", None):
             return "a post-accumulate hook on the parameter must be called"

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from takeback.engine import storage_key
 from takeback.guard import engine
 from takeback.guard.holders import kinds_of, live, user_variables
 from takeback.guard.region import StorageRegion, region_of_array
@@ -26,7 +27,7 @@ def aliases(changed: Iterable[StorageRegion], seen: Seen) -> Iterator[tuple[Any,
     places = [(region, address) for region in changed if (address := region.storage.address()) is not None]
     for storage in live(torch.UntypedStorage):
         for region, _ in places:
-            if region.storage.key == storage._cdata:
+            if region.storage.key == storage_key(storage):
                 yield storage, region
                 break
     for tensor in live(torch.Tensor):

@@ -1,8 +1,8 @@
 """`convert` turns a model's batch norms and activations into activated norms; `revert` gives torch's modules back.
 
 Both change the model in place and keep its parameters, buffers, state_dict keys and module paths: an optimizer made
-before goes on. Where an activation module stood, there is a `Fused`; where a forward calls a function, or a module that
-other places need too, that one call is cut out of a copy of the forward, in a subclass which only such modules have.
+before goes on. Where an activation module stood, there is a `Fused`. Nobody's forward is touched: an activation that is
+a function there, or a module that other places need too, stays, and so does the norm before it, with that reason.
 """
 
 from __future__ import annotations
@@ -19,24 +19,17 @@ from torch import Tensor, nn
 
 from takeback.errors import ConvertError, OptionError
 from takeback.nn.compare import compare
-from takeback.nn.cuts import CUTS, Cut, CutError, base_of, cut_class, cut_of
-from takeback.nn.pairs import (
-    Activation,
-    Candidate,
-    Kept,
-    find_pairs,
-)
-from takeback.nn.scopes import Call, Graphs, first, is_plain_sequential, touched
+from takeback.nn.find_norms import Candidate, Follower, Kept, find_norms
+from takeback.nn.forward_graphs import GraphCall, Graphs, first, is_plain_sequential, touched
 
 WIDTH = 80
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-LEAKY = Activation("leaky_relu", 0.01)  #: what relu="leaky_relu" puts in place of a relu
+LEAKY = Follower("leaky_relu", 0.01)  #: what relu="leaky_relu" puts in place of a relu
 
 # Attributes that the two functions leave on the user's modules.
 REPORT = "takeback_conversion"  #: on the model: its `Conversion`
 ORIGIN = "takeback_origin"  #: on an activated norm: its `Origin`
-LEFT = "takeback_left_cut"  #: on a module with cuts: those that `revert` must leave
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,7 @@ def convert(
     if relu not in ("relu", "leaky_relu"):
         raise OptionError(f"relu is 'relu' or 'leaky_relu', got {relu!r}")
     before = copy.deepcopy(model) if example is not None else None
-    graphs, found = find_pairs(model)
+    graphs, found = find_norms(model)
     held = _held_modules(model)
     found = [_unless_held(each, held) if isinstance(each, Candidate) else each for each in found]
     decided = [_decide(each, relu, sync=group is not None) if isinstance(each, Candidate) else each for each in found]
@@ -132,9 +125,8 @@ def revert(model: nn.Module, *, example: Tensor | tuple[Any, ...] | None = None)
     """Put batch norms and activations back, in place, for export: the same outputs by torch's own modules and ops.
 
     What `convert` made becomes what it was, each activation where it stood. A norm that was never converted becomes an
-    `ABN`, which runs torch's ops under the same state_dict keys; so does one whose relu became a leaky_relu in the
-    middle of a forward. With an `example` input, which tells the dimensions, those without activation become
-    BatchNorm1d, 2d or 3d. The scale |weight| + eps is written into the weight.
+    `ABN`, which runs torch's ops under the same state_dict keys. With an `example` input, which tells the dimensions,
+    those without activation become BatchNorm1d, 2d or 3d. The scale |weight| + eps is written into the weight.
     """
     from takeback.nn.abn import ABN
 
@@ -145,10 +137,6 @@ def revert(model: nn.Module, *, example: Tensor | tuple[Any, ...] | None = None)
             replaced[module] = module.released()
         elif isinstance(module, ABN) or ORIGIN in vars(module):
             replaced[module] = _plain(module, dims.get(module))
-        elif CUTS in vars(type(module)):
-            base, _ = vars(type(module))[CUTS]
-            left = vars(module).get(LEFT, frozenset())
-            module.__class__ = cut_class(base, left) if left else base
     vars(model).pop(REPORT, None)
     return _replace_(model, replaced)
 
@@ -162,7 +150,7 @@ class Decision:
 
     of: Candidate
     form: Literal["ABN", "InPlaceABN", "InPlaceABNSync"]
-    activation: Activation
+    activation: Follower
     reason: str
     removals: tuple[Removal, ...] = ()
 
@@ -229,23 +217,15 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One place in a Sequential."""
+class SequentialPlace:
+    """One place in a Sequential; the module stands in others too."""
 
     sequential: nn.Module
     name: str
     module: nn.Module
 
 
-@dataclass(frozen=True)
-class CutOut:
-    """One call in a module's forward, or in another of its methods."""
-
-    module: nn.Module
-    cut: Cut
-
-
-Removal = Whole | Slot | CutOut
+Removal = Whole | SequentialPlace
 
 
 def _with_removals(graphs: Graphs, decided: list[Decision | Kept]) -> list[Decision | Kept]:
@@ -270,65 +250,39 @@ def _with_removals(graphs: Graphs, decided: list[Decision | Kept]) -> list[Decis
         decided = planned
 
 
-def _removal(graphs: Graphs, call: Call, gone: set[Any]) -> Removal | str:
+def _removal(graphs: Graphs, call: GraphCall, gone: set[Any]) -> Removal | str:
     """How one activation call goes, given all that go; or why it cannot."""
     scope, node = call.scope, call.node
-    if node.op == "call_module":
-        module = scope.module.get_submodule(node.target)
-        staying = [use for use in graphs.calls[module] if use.node not in gone]
-        if not staying and module not in graphs.strangers:
-            return Whole(module)
-        if is_plain_sequential(scope.module):
-            if others := [use for use in staying if not is_plain_sequential(use.scope.module)]:
-                return f"it is also called elsewhere ({others[0].scope.show(others[0].node)})"
-            return Slot(scope.module, node.target, module)
-    try:
-        cut = cut_of(scope, node)
-        here = scope.sites[node]
-        if any(site == here and other not in gone for other, site in scope.sites.items()):
-            return f"the same call at {here} follows other modules too"
-        cut_class(base_of(scope.module), frozenset({cut}))
-    except CutError as error:
-        return str(error)
-    return CutOut(scope.module, cut)
+    if node.op != "call_module":
+        return "it is a function of the forward: as a module of its own it could be taken out"
+    module = scope.module.get_submodule(node.target)
+    staying = [use for use in graphs.calls[module] if use.node not in gone]
+    if not staying and module not in graphs.strangers:
+        return Whole(module)
+    others = [use for use in staying if not is_plain_sequential(use.scope.module)]
+    if is_plain_sequential(scope.module) and not others:
+        return SequentialPlace(scope.module, str(node.target), module)
+    if stranger := graphs.strangers.get(module):
+        return f"{stranger.path or 'the model'} may call it too, whose forward {stranger.opaque}"
+    elsewhere = next((use for use in others if use.node is not node), call)
+    return (
+        f"it is also called elsewhere ({elsewhere.scope.show(elsewhere.node)}): the norm needs an activation module of "
+        f"its own"
+    )
 
 
 def _remove_activations_(decisions: list[Decision], replaced: dict[nn.Module, nn.Module]) -> None:
-    """Take the activations out.
-
-    One that changed its function and stood in a forward cannot go back there: `revert` then leaves it in its norm, and
-    in those that share an activation module with that norm.
-    """
-    carried = {each for each in decisions if each.renamed and any(isinstance(way, CutOut) for way in each.removals)}
-    shared = {each: {way.module for way in each.removals if isinstance(way, Whole)} for each in decisions}
-    while more := {
-        each for each in decisions for other in carried if each not in carried and shared[each] & shared[other]
-    }:
-        carried |= more
-    cuts: dict[nn.Module, set[Cut]] = {}
-    left: dict[nn.Module, set[Cut]] = {}
+    """Take the activations out: a `Fused` stands in the place of each, and holds what `revert` puts back there."""
     for each in decisions:
-        _remember_(replaced[each.of.norm], each.of.norm, carries=each in carried)
+        _remember_(replaced[each.of.norm], each.of.norm)
         for way in each.removals:
-            if isinstance(way, CutOut):
-                cuts.setdefault(way.module, set()).add(way.cut)
-                left.setdefault(way.module, set()).update({way.cut} if each in carried else ())
-                continue
             activation = way.module
-            if each in carried:
-                activation = nn.Identity()
-            elif each.renamed:
+            if each.renamed:
                 activation = nn.LeakyReLU(LEAKY.param, inplace=getattr(way.module, "inplace", False))
-            if isinstance(way, Slot):
+            if isinstance(way, SequentialPlace):
                 setattr(way.sequential, way.name, Fused(activation))
             else:
                 replaced[way.module] = Fused(activation)
-    for module, several in cuts.items():
-        before = vars(type(module)).get(CUTS, (None, frozenset()))[1]
-        base = base_of(module)
-        if left[module]:
-            vars(module)[LEFT] = vars(module).get(LEFT, frozenset()) | left[module]
-        module.__class__ = cut_class(base, before | several)
 
 
 class Fused(nn.Identity):
@@ -354,17 +308,16 @@ class Fused(nn.Identity):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a converted norm was; `carries`: its activation has no other place to go back to."""
+    """What a converted norm was."""
 
     norm: type[nn.Module]
-    carries: bool
     attributes: tuple[str, ...]  #: names of what others had set on it, and which it still has
 
 
-def _remember_(made: nn.Module, norm: nn.Module, *, carries: bool = False) -> None:
+def _remember_(made: nn.Module, norm: nn.Module) -> None:
     names = tuple(name for name in vars(norm) if name not in vars(made) and name != "process_group")
     vars(made).update({name: vars(norm)[name] for name in names})
-    vars(made)[ORIGIN] = Origin(type(norm), carries, names)
+    vars(made)[ORIGIN] = Origin(type(norm), names)
 
 
 def _activated(decision: Decision, group: Any) -> nn.Module:
@@ -424,7 +377,7 @@ def _from_inplace_abn_(model: nn.Module, group: Any, replaced: dict[nn.Module, n
         extra: dict[str, Any] = {} if form == "ABN" else {"scale": "absolute"}
         if sync:
             extra["group"] = getattr(old, "group", None) if group is None else _group(group, old)
-        activation = Activation(str(getattr(old.activation, "value", old.activation)), float(old.activation_param))
+        activation = Follower(str(getattr(old.activation, "value", old.activation)), float(old.activation_param))
         settings = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
         device = next(iter(old.state_dict().values())).device
         made = getattr(abn, form)(*settings, activation.name, activation.param, device=device, **extra)
@@ -438,7 +391,7 @@ def _plain(module: Any, dims: int | None) -> nn.Module:
 
     origin: Origin | None = vars(module).get(ORIGIN)
     settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-    if origin is not None and not origin.carries:
+    if origin is not None:
         extra = {"process_group": module.group} if origin.norm is nn.SyncBatchNorm else {}
         made: nn.Module = origin.norm(*settings, device="meta", **extra)
     elif dims in DIMENSIONS and module.activation == "identity":

@@ -316,7 +316,7 @@ def _not_ours(x: Tensor) -> str | None:
         return "it is a leaf, or nothing is being recorded for backward: it may be the caller's own"
     if not torch.is_grad_enabled() or engine.saved_through_hooks():
         return "gradients are off, or what is saved goes through hooks (checkpointing): it may be read again"
-    if x._is_view():
+    if engine.is_view(x):
         return "it is a view of another tensor"
     if activated.dense_layout(x) is None:
         return "it is not dense"

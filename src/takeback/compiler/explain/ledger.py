@@ -73,7 +73,7 @@ def _made(layout: Layout) -> Iterator[Entry]:
             size = program.buffers[buffer].size_bytes
             if buffer in layout.draft.rebuilt:
                 fate, reason = Fate.RECOMPUTED, "dropped over the peak and rebuilt here from what is alive anyway"
-            elif isinstance(slice_ := layout.draft.placements.get(layout.slots[buffer]), Packed) and buffer in grads:
+            elif isinstance(slice_ := layout.draft.placements.get(layout.owners[buffer]), Packed) and buffer in grads:
                 fate = Fate.PACKED
                 reason = f"a gradient: {slice_.offset_bytes:,} bytes into the flat {slice_.buffer} gradients"
                 if buffer in bucket_of:
@@ -99,7 +99,7 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 layout.arena.offsets[buffer] if layout.arena is not None else None,
                 life.start,
                 life.end,
-                f"%{layout.slots[buffer]}",
+                f"%{layout.owners[buffer]}",
             )
         yield from _scratch(layout, position)
 

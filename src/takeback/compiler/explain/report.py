@@ -21,7 +21,7 @@ from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
 from takeback.compiler.program import Op, Phase, Program, Region
-from takeback.compiler.run.execution import Counters, Execution, Placing
+from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.proof import Skipped
 
 
@@ -109,10 +109,11 @@ def build_report(
     eager = eager_peak(original)
     entries = ledger(layout)
     measured = Measured.of(execution.counters) if execution.counters is not None else None
-    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + execution.copied_grad_bytes
+    copied_grads = 0 if layout.arena is None else execution.kept_grad_bytes  # else they are handed on as they are
+    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + copied_grads
     transient = transient_bytes(
         layout,
-        execution.copied_grad_bytes,
+        copied_grads,
         missed=measured.missed_bytes if measured else 0,
     )
     top = original.ops[eager.position] if original.ops else None
@@ -122,17 +123,17 @@ def build_report(
         resident_bytes=total,
         lower_bound_bytes=layout.alive_bytes if layout.arena is None else layout.arena.lower_bound_bytes,
         arena_bytes=layout.alive_bytes if layout.arena is None else layout.arena.size_bytes,
-        allocations_per_step=_allocations(layout, entries, execution.placing, measured),
+        allocations_per_step=_allocations(layout, entries, execution, measured),
         copied_bytes=copied + (measured.landed_bytes if measured else 0),
         ledger=entries,
         refusals=(*layout.draft.refusals, *_refused(own_step, program)),
         resident={k: v for k, v in resident.items() if v},
         ops=len(program.ops),
         eager_peak_at=_where(top) if top else "",
-        peak_curve=tuple(alive_bytes(program, layout.slots, layout.draft.kept)),
+        peak_curve=tuple(alive_bytes(program, layout.owners, layout.draft.kept)),
         eager_curve=eager.curve,
         measured=measured,
-        placed=execution.placing is not Placing.ARENA_BESIDE_OPS,
+        placed=execution.serves_ops,
         notes=tuple(_notes(layout, execution, own_step, skipped)),
         step_s=step_s,
         added_s=added_s,
@@ -141,18 +142,18 @@ def build_report(
     )
 
 
-def _allocations(layout: Layout, entries: Sequence[Entry], placing: Placing, measured: Measured | None) -> int:
+def _allocations(layout: Layout, entries: Sequence[Entry], execution: Execution, measured: Measured | None) -> int:
     """Requests to the ordinary allocator in a steady step: as they were counted, else as far as they are known."""
     program = layout.draft.program
-    streamed = placing is Placing.DEVICE
     if measured:
         outside = measured.misses + measured.passed + measured.worker_new
     else:
-        outside = len(set(layout.slots.values())) if streamed else sum(e.fate is Fate.PASSED for e in entries)
-    if placing is Placing.ARENA_BESIDE_OPS:
+        passed = sum(e.fate is Fate.PASSED for e in entries)
+        outside = len(set(layout.owners.values())) if layout.arena is None else passed
+    if not execution.serves_ops:
         made = zip(program.ops, layout.kinds, strict=True)
         outside += sum(len(op.outputs) for op, kind in made if asks_for_results(kind))
-    return outside if streamed else outside + len(program.returned)
+    return outside if layout.arena is None else outside + len(program.returned)
 
 
 def _refused(own_step: OwnStep | None, program: Program) -> Iterator[Refusal]:
@@ -163,8 +164,10 @@ def _refused(own_step: OwnStep | None, program: Program) -> Iterator[Refusal]:
 def _notes(layout: Layout, execution: Execution, own_step: OwnStep | None, skipped: Skipped | None) -> Iterator[str]:
     if execution.group:
         yield execution.group
-    if execution.placing in _PLACED:
-        yield _PLACED[execution.placing]
+    if layout.arena is None:
+        yield _NO_ARENA
+    elif not execution.serves_ops:
+        yield _NO_NATIVE
     if own_step is not None:
         yield (
             f"the update is not part of the plan: {own_step.optimizer}'s own step() is called after the backward, "
@@ -175,15 +178,11 @@ def _notes(layout: Layout, execution: Execution, own_step: OwnStep | None, skipp
         yield skipped.reason
 
 
-_PLACED = {
-    Placing.DEVICE: (
-        "the device's caching allocator places the values, so there is no arena: its line says what the plan has alive "
-        "at the peak. What the allocator has reserved from the device is another matter (torch.cuda.memory_reserved)."
-    ),
-    Placing.ARENA_BESIDE_OPS: (
-        "no native allocator: ops without an out= kernel allocate as in eager, and are copied into place"
-    ),
-}
+_NO_ARENA = (
+    "the device's caching allocator places the values, so there is no arena. What it has reserved from the device is "
+    "another matter than what is alive (torch.cuda.memory_reserved)."
+)
+_NO_NATIVE = "no native allocator: ops without an out= kernel allocate as in eager, and are copied into place"
 
 
 def _rebuilt_ops(layout: Layout) -> int:

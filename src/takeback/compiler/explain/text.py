@@ -124,9 +124,16 @@ def at_peak(report: Report) -> list[Entry]:
     position = peak_position(report)
     alive = [e for e in report.ledger if e.start is not None and e.end is not None and e.start <= position < e.end]
     owners: dict[str, Entry] = {}
+    taken: list[tuple[int, int]] = []
     for e in sorted(alive, key=lambda e: (-e.size_bytes, -(e.start or 0))):
-        if e.size_bytes:
-            owners.setdefault(e.owner, e)
+        if not e.size_bytes or e.owner in owners:
+            continue
+        if e.offset_bytes is not None:  # in an arena scratch may lie where its op's result comes later
+            start, end = e.offset_bytes, e.offset_bytes + e.size_bytes
+            if any(start < b and a < end for a, b in taken):
+                continue
+            taken.append((start, end))
+        owners[e.owner] = e
     return list(owners.values())
 
 

@@ -14,7 +14,7 @@ from takeback.compiler.ownership.curve import alive_bytes, inside_bytes
 from takeback.compiler.ownership.facts import EMPTY, geometry_refusal, overwritable_operands
 from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.passes.choice import Choice, Rebuild, fixed_buffers
-from takeback.compiler.passes.draft import Draft, Overwrites, slot_of
+from takeback.compiler.passes.draft import Draft, Overwrites, owner_of
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives, rebuild_reads, stand_in
 from takeback.compiler.passes.repeats import repeats
@@ -69,7 +69,7 @@ class _Candidates:
         self._device = program.device_type
         self._seconds = seconds
         placed = overwrite(draft)
-        self._slots = {b: slot_of(placed, b) for b in placed.placements}
+        self._slots = {b: owner_of(placed, b) for b in placed.placements}
         self._curve = alive_bytes(program, self._slots, draft.kept)
         self._alive = lifetimes(program, draft.kept)
         self._fixed = fixed_buffers(draft)
@@ -271,7 +271,7 @@ class _Candidates:
             window = windows.setdefault(self._slots.get(buffer, buffer), [life.start, life.end])
             window[0], window[1] = min(window[0], life.start), max(window[1], life.end)
         change = [0] * (len(ops) + 2)
-        spans = [(start, end, buffers[slot].size_bytes) for slot, (start, end) in windows.items()]
+        spans = [(start, end, buffers[owner].size_bytes) for owner, (start, end) in windows.items()]
         spans += [(value.start, value.end, -value.size_bytes) for value in self._values.values()]
         for start, end, size in spans:
             if start + 1 < end:

@@ -85,7 +85,7 @@ class Draft:
     passes: tuple[str, ...] = ()  #: the names of those that have run, in order
 
 
-def slot_of(draft: Draft, buffer: BufferId) -> BufferId:
+def owner_of(draft: Draft, buffer: BufferId) -> BufferId:
     """Follows overwritings back to the buffer that brought the bytes."""
     placement = draft.placements.get(buffer)
     while isinstance(placement, Overwrites):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from takeback import flat
 from takeback.compiler.ownership.lifetimes import lifetimes
-from takeback.compiler.passes.draft import Draft, Packed, Placement, Refusal, slot_of
+from takeback.compiler.passes.draft import Draft, Packed, Placement, Refusal, owner_of
 from takeback.compiler.program import BufferId, Phase, Region
 
 
@@ -31,7 +31,7 @@ def pack(draft: Draft) -> Draft:
             return "the gradient is a tensor of the caller"
         if not region.packed or region.span_bytes != (0, buffer.size_bytes):
             return "the gradient is only a part of its buffer"
-        if slot_of(draft, region.buffer) in packed:
+        if owner_of(draft, region.buffer) in packed:
             return "another gradient has the same bytes"
         if alive[region.buffer].end < first_update:
             return "nobody reads the gradient after the backward"
@@ -45,9 +45,9 @@ def pack(draft: Draft) -> Draft:
             assert program.flags is None, f"a group needs this slice, but {reason}"
             refusals.append(Refusal("pack", "gradient", region.buffer, size, reason))
             continue
-        packed[slot_of(draft, region.buffer)] = region
+        packed[owner_of(draft, region.buffer)] = region
     layout = flat.lay_out([(region.numel, region.dtype) for region in packed.values()])
-    for i, (slot, region) in enumerate(packed.items()):
+    for i, (owner, region) in enumerate(packed.items()):
         if region.numel:
-            placements[slot] = Packed(str(region.dtype).removeprefix("torch."), layout.start_bytes(i))
+            placements[owner] = Packed(str(region.dtype).removeprefix("torch."), layout.start_bytes(i))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))

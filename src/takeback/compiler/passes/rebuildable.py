@@ -68,7 +68,7 @@ def draws_random_numbers(op: Op) -> bool:
 
 
 def _norm_keeps_bits(op: Op) -> bool:
-    """`_rebuild_norm` has the bits of training in single and double precision, on rows or channels that lie together."""
+    """`_rebuild_norm` has training's bits in single and double precision, on rows or channels that lie together."""
     x = op.args[0]
     assert isinstance(x, Region)
     order = (*range(2, len(x.shape)), 1) if len(x.shape) in (4, 5) else ()

@@ -18,37 +18,39 @@ from dataclasses import dataclass, replace
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.candidates import candidates, choice_of
 from takeback.compiler.passes.choice import Choice, apply
-from takeback.compiler.passes.draft import Draft, slot_of
+from takeback.compiler.passes.draft import Draft, owner_of
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
 from takeback.compiler.plan.rebuild_rows import RebuildRows
-from takeback.compiler.plan.rebuild_solve import WORTH, Effort, Outcome, RebuildSolver
+from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, SolverOutcome
 from takeback.compiler.program import Op
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
-#: How far a search goes, in visits of the solver (plan/rebuild_solve.py).
-_LOWEST_VISITS = 100
-_LEVEL_VISITS = 60
+#: How far one run of the solver goes (plan/rebuild_solve.py): the root node with its cuts and heuristics takes 30 to 50
+#: visits on the models of the zoo, and what comes after it hardly pays with more than a few hundred unknowns.
+_ALIKE_VISITS = 40
+_LOWEST_VISITS = 60
+_LEVEL_VISITS = 30
 
 _STRUCK = (
-    "The search for what to rebuild was ended by solve_s={limit_s:g} seconds: on a busier or an idler machine the plan may "
-    "be another one, and a larger solve_s may find a lower peak."
+    "The search for what to rebuild was ended by solve_s={limit_s:g} seconds: on a busier or an idler machine the plan "
+    "may be another one, and a larger solve_s may find a lower peak."
 )
 _UNPROVED = (
-    "The search for what to rebuild ended with its budget of work, which is the same on every machine, and not with a proof "
-    "that no choice is better: a lower peak may exist."
+    "The search for what to rebuild ended with its budget of work, which is the same on every machine, and not with a "
+    "proof that no choice is better: a lower peak may exist."
 )
-_UNPROVED_LEVELS = (
-    "For {unproved} of {levels} peaks, the search for the cheapest way to keep below it ended with its budget of work, which "
-    "is the same on every machine, and not with a proof: a cheaper way may exist."
+_UNPROVED_LEVEL = (
+    "For some peaks the search for the cheapest way to keep below it ended with its budget of work, which is the same "
+    "on every machine, and not with a proof: a cheaper way may exist."
 )
 _GREEDY = (
-    "The search for what to rebuild found no choice within its limits: what is cheapest to rebuild for its size is rebuilt "
-    "instead, and a lower peak may exist."
+    "The search for what to rebuild found no choice within its limits: what is cheapest to rebuild for its size is "
+    "rebuilt instead, and a lower peak may exist."
 )
 
 Progress = Callable[[str], None]
@@ -73,7 +75,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Below:
-    """The cheapest choice whose planned values peak at no more than `room_bytes`; the lowest peak where there is none."""
+    """The cheapest choice that keeps the planned values below `room_bytes`; the lowest peak where there is none."""
 
     room_bytes: int
 
@@ -91,8 +93,8 @@ class Point:
 
 
 def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
-    """The draft with the choice for `goal` made, and what is to be known of the search among its notes. Where nothing is
-    below the room of a `Below`, the lowest peak is taken: the caller compares."""
+    """The draft with the choice for `goal` made, and what is to be known of the search among its notes. Where nothing
+    is below the room of a `Below`, the lowest peak is taken: the caller compares."""
     if isinstance(goal, Keep):
         return draft
     search = chooser.search(draft)
@@ -104,8 +106,8 @@ def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
 def planned_peak(draft: Draft) -> int:
     """The most bytes alive at one time, once dying operands are overwritten."""
     placed = overwrite(draft)
-    slots = {b: slot_of(placed, b) for b in placed.placements}
-    return max(alive_bytes(draft.program, slots, draft.kept), default=0)
+    owners = {b: owner_of(placed, b) for b in placed.placements}
+    return max(alive_bytes(draft.program, owners, draft.kept), default=0)
 
 
 class Chooser:
@@ -131,6 +133,15 @@ def _same(one: Draft, other: Draft) -> bool:
     return same and a.device_type == b.device_type and (a.returned, a.grads) == (b.returned, b.grads)
 
 
+@dataclass(frozen=True)
+class _LowestFound:
+    """The lowest peak, and with what the frontier above it is solved."""
+
+    point: Point
+    answer: RebuildAnswer | None
+    solver: RebuildSolver
+
+
 class Search:
     """Finds choices for one draft: the same ones for the same draft and costs, unless the guard strikes. All of them
     together take no more than about `limit_s`."""
@@ -140,16 +151,14 @@ class Search:
     ) -> None:
         self.draft = draft
         self._say = progress or (lambda text: None)
-        self._limit_s = limit_s
-        self._deadline = time.monotonic() + limit_s
+        self._limit_s = self._left_s = limit_s
         self._rows = RebuildRows(candidates(draft, seconds))
         self.step_s = sum(map(seconds, draft.program.ops))
         self.keep = Point(Choice(), planned_peak(draft), 0.0)
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
-        self._lowest: dict[float | None, tuple[Point, RebuildAnswer | None]] = {}
+        self._lowest: dict[float | None, _LowestFound] = {}
         self._frontier: tuple[Point, ...] | None = None
-        self._solver = RebuildSolver(self._rows, groups=_GROUPS) if self._rows.run else None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -181,28 +190,33 @@ class Search:
 
     def lowest(self, share: float | None = None) -> Point:
         """The lowest peak worth its cost, for no more than a share of the step's time if one is given."""
+        return self._find(share).point
+
+    def _find(self, share: float | None) -> _LowestFound:
         if share not in self._lowest:
             self._lowest[share] = self._find_lowest(share)
-        return self._lowest[share][0]
+        return self._lowest[share]
 
-    def _find_lowest(self, share: float | None) -> tuple[Point, RebuildAnswer | None]:
-        if self._solver is None:
-            return self.keep, None
+    def _find_lowest(self, share: float | None) -> _LowestFound:
+        # What is decided alike for all copies of a block is found soon, and a start for the rest.
+        first = RebuildSolver(self._rows, groups=1)
+        if not self._rows.run:
+            return _LowestFound(self.keep, None, first)
         self._say("looking for the lowest peak")
         most_ns = None if share is None else int(share * self._rows.problem.step_ns)
-        # What is decided alike for all copies of a block is found soon, and a start for the rest.
-        alike = RebuildSolver(self._rows, groups=1).lowest_peak(most_ns, self._effort(_LOWEST_VISITS))
-        each = self._solver.lowest_peak(most_ns, self._effort(_LOWEST_VISITS), alike.answer)
-        self._note_seconds(alike, each)
+        alike = self._run(functools.partial(first.lowest_peak, most_ns), _ALIKE_VISITS)
+        solver = RebuildSolver(self._rows, groups=_GROUPS)
+        each = self._run(functools.partial(solver.lowest_peak, most_ns, start=alike.answer), _LOWEST_VISITS)
         if not each.proved and not each.struck:
             self._notes[_UNPROVED] = None
         answers = [found.answer for found in (alike, each) if found.answer is not None]
         if not answers:
             self._notes[_GREEDY] = None
             answers = cheapest_first(self._rows, most_ns)
-        found = min(((self._point(a), a) for a in answers), key=lambda one: self._worth(one[0]), default=None)
-        gains = found is not None and found[0].peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
-        return found if found is not None and gains else (self.keep, None)
+        points = [(self._point(answer), answer) for answer in answers]
+        point, answer = min(points, key=lambda found: self._worth(found[0]), default=(self.keep, None))
+        gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
+        return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
     def frontier(self) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The
@@ -212,37 +226,34 @@ class Search:
         return self._frontier
 
     def _find_frontier(self) -> tuple[Point, ...]:
-        end = self.lowest()
-        if self._solver is None or end is self.keep:
-            return (self.keep,)
+        lowest = self._find(None)
+        end, start, solver = lowest.point, lowest.answer, lowest.solver
         points = [self.keep, end]
         top, bottom = self.keep.peak_bytes, end.peak_bytes
-        start = self._lowest[None][1]
-        unproved = 0
-        for level in range(1, _LEVELS):
+        for level in range(1, _LEVELS if end is not self.keep else 1):
             target = bottom + (top - bottom) * level // _LEVELS
             self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {_LEVELS - 1})")
-            found = self._solver.lowest_cost(target, self._effort(_LEVEL_VISITS), start)
-            self._note_seconds(found)
-            unproved += not found.proved and not found.struck
+            found = self._run(functools.partial(solver.lowest_cost, target, start=start), _LEVEL_VISITS)
+            if not found.proved and not found.struck:
+                self._notes[_UNPROVED_LEVEL] = None
             if found.answer is not None:  # below this level, and so below the next
                 start = found.answer
                 points.append(self._point(found.answer))
-        if unproved:
-            self._notes[_UNPROVED_LEVELS.format(unproved=unproved, levels=_LEVELS - 1)] = None
         best: list[Point] = []
         for point in sorted(points, key=lambda p: (p.added_s, p.peak_bytes)):
             if not best or point.peak_bytes < best[-1].peak_bytes:
                 best.append(point)
         return tuple(best)
 
-    def _effort(self, visits: int) -> Effort:
-        return Effort(visits, self._deadline)
-
-    def _note_seconds(self, *outcomes: Outcome) -> None:
-        if any(found.struck for found in outcomes):
+    def _run(self, solve: Callable[[Effort], SolverOutcome], visits: int) -> SolverOutcome:
+        """A search with its effort. Only the time that searches take counts against the guard."""
+        began = time.monotonic()
+        found = solve(Effort(visits, began + self._left_s))
+        self._left_s -= time.monotonic() - began
+        if found.struck:
             self._struck = True
             self._notes[_STRUCK.format(limit_s=self._limit_s)] = None
+        return found
 
     def _worth(self, point: Point) -> tuple[float, int]:
         """What the solver minimises, with the peak that a choice really comes to."""

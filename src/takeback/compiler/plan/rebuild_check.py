@@ -1,9 +1,9 @@
 """A `RebuildProblem` and a `RebuildAnswer` come in; a wrong answer raises `PlanError`, naming units, values, positions.
 
-The step is walked op by op with a set of the values that are there, which shares no code with the solver, nor with the
-rows it solves. What holds afterwards: whatever an op or a unit reads is there, carried from where it was or rebuilt just
-before; the answer costs what it says; and at no moment are more bytes alive than it says. (It may say a little more: the
-rows keep a value for the last unit of a stop that could read it, the walk for the last that does.)
+The step is walked op by op with a set of the values that are there, which shares no code with the solver, nor with
+the rows it solves. What holds afterwards: whatever an op or a unit reads is there, carried from where it was or rebuilt
+just before; the answer costs what it says; and at no moment are more bytes alive than it says. (It may say a little
+more: the rows keep a value for the last unit of a stop that could read it, the walk for the last that does.)
 """
 
 from __future__ import annotations

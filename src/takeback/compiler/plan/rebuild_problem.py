@@ -1,5 +1,5 @@
-"""What could be dropped and rebuilt, as a `RebuildProblem`; what is, as a `RebuildAnswer`: plain integers, checked when a
-problem is built.
+"""What could be dropped and rebuilt, as a `RebuildProblem`; what is, as a `RebuildAnswer`: plain integers, checked when
+a problem is built.
 
 A *value* is made once and read in *episodes*; between them lie gaps, over which it may be carried or not. A *stop* is a
 moment in a gap, or its end, at which the value may be wanted:
@@ -124,8 +124,8 @@ class RebuildProblem:
 
 @dataclass(frozen=True)
 class RebuildAnswer:
-    """What is carried and what is rebuilt. The peak is that of the problem's rows (rebuild_rows.py): what it comes to in
-    the program may be a little less, where a result takes the bytes of what dies there."""
+    """What is carried and what is rebuilt. The peak is that of the problem's rows (rebuild_rows.py): what it comes to
+    in the program may be a little less, where a result takes the bytes of what dies there."""
 
     carried: frozenset[Carry]
     rebuilt: frozenset[Run]

@@ -68,7 +68,7 @@ class RebuildRows:
         copies are taken in as many `groups`."""
         classes: dict[object, int] = {}
         carries, runs = self.problem.carries_alike, self.problem.runs_alike
-        keys = [("carry", _group(carries[c], groups) if c in carries else c) for c in self.carry]
+        keys: list[object] = [("carry", _group(carries[c], groups) if c in carries else c) for c in self.carry]
         keys += [("run", _group(runs[r], groups) if r in runs else r) for r in self.run]
         return [classes.setdefault(key, len(classes)) for key in keys]
 

@@ -1,5 +1,5 @@
-"""A `RebuildProblem` comes in; which values are carried and which units are rebuilt goes out, so that the peak is lowest
-for a given cost, or the cost lowest for a given peak. HiGHS does the work.
+"""A `RebuildProblem` comes in; which values are carried and which units are rebuilt goes out, so that the peak is
+lowest for a given cost, or the cost lowest for a given peak. HiGHS does the work.
 
 The same problem gets the same answer on every machine, busy or idle: the search is limited by what it does (nodes,
 visits, rounds), never by the clock. A guard in seconds stands behind that; where it strikes, the outcome says so.
@@ -15,33 +15,29 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from takeback.compiler.plan.rebuild_problem import RebuildAnswer, UnitId, kept_bytes
+from takeback.compiler.plan.rebuild_problem import RebuildAnswer, Run, kept_bytes
 from takeback.compiler.plan.rebuild_rows import RebuildRows, Row, outstanding
 
 PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 COST_GAP = 0.004  #: of the step's time
 WORTH = 0.25  #: a percent of the step's time must buy this much of a percent of the peak
 _STALL_NODES = 50  #: a search that finds nothing better for so long is over
-_NODES = 500
+_NODES = 500  #: so many are searched at most
 _TOLERANCE = 1e-6  #: of a peak, that of HiGHS
-_ROUNDS = 4  #: so often rows are added and the problem is solved again
-
-
-OPT = {}
-LOG = None
+_ROUNDS = 3  #: so often rows are added and the problem is solved again
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How far one run of HiGHS may go. `visits` are the moments at which HiGHS asks whether it shall go on: after every round of
-    cuts, every node, every heuristic. They come in the same order on every machine."""
+    """How far one run of HiGHS may go. `visits` are the moments at which it asks whether it shall go on: after a round
+    of cuts, a node, a heuristic. They come in the same order on every machine."""
 
     visits: int
     deadline: float  #: by time.monotonic(): the guard
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SolverOutcome:
     """What a search found."""
 
     answer: RebuildAnswer | None  #: None: nothing was found
@@ -59,7 +55,8 @@ class _Found:
 
 
 class RebuildSolver:
-    """Solves one problem for several goals; rows that were needed once are kept."""
+    """Solves one problem for several goals; rows that were needed once are kept. `groups`: how many the copies of a
+    repeated block are decided on in."""
 
     def __init__(self, rows: RebuildRows, *, groups: int) -> None:
         self._rows = rows
@@ -71,7 +68,7 @@ class RebuildSolver:
         self._cost = np.zeros(self._n + 1)
         for (name, _), unknown in rows.run.items():
             self._cost[self._class[unknown]] += rows.units[name].cost_ns / self._step_ns
-        self._known: set[tuple[UnitId, int]] = set()
+        self._bound: set[Run] = set()
         self._lines: list[tuple[dict[int, float], float, float]] = []  # coefficients, least, most
         for rule in rows.rules:
             line = {self._class[unknown]: 1.0 for unknown in rule.those}
@@ -83,24 +80,24 @@ class RebuildSolver:
         for row in outstanding(rows.op_rows):
             self._add(row)
 
-    def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> Outcome:
+    def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
         """The lowest peak worth its cost, for no more than `most_ns`. `start` is an answer to begin with."""
         usable = start is not None and (most_ns is None or start.cost_ns <= most_ns)
         return self._solve(most_ns, None, effort, start if usable else None)
 
-    def lowest_cost(self, peak_bytes: int, effort: Effort, start: RebuildAnswer | None = None) -> Outcome:
+    def lowest_cost(self, peak_bytes: int, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
         """The least time that keeps below `peak_bytes`."""
         usable = start is not None and start.peak_bytes <= peak_bytes
         return self._solve(None, peak_bytes, effort, start if usable else None)
 
     def _solve(
         self, most_ns: int | None, peak_bytes: int | None, effort: Effort, start: RebuildAnswer | None
-    ) -> Outcome:
+    ) -> SolverOutcome:
         best = start
         for _ in range(_ROUNDS):
             found = self._once(most_ns, peak_bytes, effort, best)
             if found.values is None:
-                return Outcome(best, found.proved and best is None, found.struck)
+                return SolverOutcome(best, found.proved and best is None, found.struck)
             ones = frozenset(u for u, c in enumerate(self._class) if found.values[c] > 0.5)
             limit = found.values[self._n] * self._scale if peak_bytes is None else float(peak_bytes)
             fits = self._add_broken(ones, limit * (1 + _TOLERANCE))
@@ -111,7 +108,7 @@ class RebuildSolver:
                 best = answer
             if fits or found.struck:
                 break
-        return Outcome(best, found.proved and fits, found.struck)
+        return SolverOutcome(best, found.proved and fits, found.struck)
 
     def _price(self, answer: RebuildAnswer, peak_bytes: int | None) -> float:
         """What is minimised."""
@@ -139,8 +136,7 @@ class RebuildSolver:
             "mip_abs_gap": gap,
             "mip_max_nodes": _NODES,
             "mip_max_stall_nodes": _STALL_NODES,
-            "mip_allow_restart": False,
-            **OPT,
+            "mip_allow_restart": False,  # begins the root anew, which is where the visits go
         }.items():
             solver.setOptionValue(option, value)
         solver.passModel(self._model(objective, most_ns, peak_bytes))
@@ -159,8 +155,6 @@ class RebuildSolver:
         solver.cbMipInterrupt += visit
         solver.run()
         status = solver.getModelStatus()
-        if LOG is not None:
-            LOG(self, solver, visits)
         known = solver.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         return _Found(
             np.array(solver.getSolution().col_value) if known else None,
@@ -198,12 +192,11 @@ class RebuildSolver:
     def _add_broken(self, ones: frozenset[int], limit: float) -> bool:
         """Adds the rows of moments of rebuilding that a solution breaks; False if any row is."""
         fits = all(row.height(ones) <= limit for row in self._rows.op_rows)
-        for (name, stop), unknown in self._rows.run.items():
-            if unknown in ones:
-                row = self._rows.run_row(name, stop)
-                if row.height(ones) > limit:
-                    fits = False
-                    if (name, stop) not in self._known:
-                        self._known.add((name, stop))
-                        self._add(row)
+        for run, unknown in self._rows.run.items():
+            row = self._rows.run_row(*run) if unknown in ones else None
+            if row is not None and row.height(ones) > limit:
+                fits = False
+                if run not in self._bound:
+                    self._bound.add(run)
+                    self._add(row)
         return fits

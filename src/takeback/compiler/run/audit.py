@@ -56,7 +56,7 @@ def audit(lines: Iterable[tuple[int, str]], claims: Mapping[str, Region], layout
     last = len(program.ops)
     ends: dict[BufferId, int] = {}  # of each owner's bytes: the position after the last op that needs them
     for b, life in layout.alive.items():
-        ends[layout.slots[b]] = max(ends.get(layout.slots[b], 0), life.end)
+        ends[layout.owners[b]] = max(ends.get(layout.owners[b], 0), life.end)
     names = _Holdings()
     written: dict[BufferId, int] = {}
     returned: list[Storage] = []
@@ -154,15 +154,15 @@ def _check_op_(
         storage = names.storage_of[name]
         if standing.setdefault(claims[name], storage) != storage:
             raise BorrowError(f"{label} has two places for the bytes of %{claims[name].buffer}. {WHAT_TO_DO}")
-    mine = {replace(r, buffer=layout.slots[r.buffer]) for r in (*op.inputs, *op.outputs) if r.buffer in layout.slots}
+    mine = {replace(r, buffer=layout.owners[r.buffer]) for r in (*op.inputs, *op.outputs) if r.buffer in layout.owners}
     for claim in standing:
         if claim not in mine:
             raise BorrowError(f"{label} is given bytes of %{claim.buffer}, and it has no such operand. {WHAT_TO_DO}")
     reads: dict[BufferId, Storage] = {}
     for region in op.inputs:
-        if region.buffer not in layout.slots:
+        if region.buffer not in layout.owners:
             continue
-        key = replace(region, buffer=layout.slots[region.buffer])
+        key = replace(region, buffer=layout.owners[region.buffer])
         if key not in standing:
             raise BorrowError(f"{label} is not given its operand %{region.buffer}. {WHAT_TO_DO}")
         storage = reads[region.buffer] = standing[key]
@@ -174,7 +174,7 @@ def _check_op_(
             raise BorrowError(f"{label} reads %{region.buffer}, but its bytes hold {who} by then. {WHAT_TO_DO}")
     for region in op.outputs:
         b = region.buffer
-        if b not in layout.slots:
+        if b not in layout.owners:
             continue
         storage = _find(region, standing, layout, label)
         there = names.value_in[storage]
@@ -186,7 +186,7 @@ def _check_op_(
         elif isinstance(placement, Overwrites) and takes and storage != reads.get(placement.buffer):
             raise BorrowError(f"{label} was to write %{b} onto an operand, and takes new bytes. {WHAT_TO_DO}")
     for b in dict.fromkeys([*(r.buffer for r in op.outputs), *op.mutates]):
-        if b in layout.slots:
+        if b in layout.owners:
             written[b] = written.get(b, 0) + 1
             for region in (*op.outputs, *op.inputs):
                 if region.buffer == b:
@@ -194,8 +194,8 @@ def _check_op_(
 
 
 def _find(region: Region, standing: Mapping[Region, Storage], layout: Layout, label: str) -> Storage:
-    slot = layout.slots[region.buffer]
-    found = {storage for claim, storage in standing.items() if claim.buffer == slot}
+    owner = layout.owners[region.buffer]
+    found = {storage for claim, storage in standing.items() if claim.buffer == owner}
     if len(found) != 1:
         raise BorrowError(f"{label} has {len(found)} places for the bytes of %{region.buffer}. {WHAT_TO_DO}")
     return found.pop()
@@ -205,7 +205,7 @@ def _check_kept(position: int, names: _Holdings, claims: Mapping[str, Region], l
     """After an op nothing has a name but what the plan has alive."""
     ends: dict[BufferId, int] = {}
     for b, life in layout.alive.items():
-        ends[layout.slots[b]] = max(ends.get(layout.slots[b], 0), life.end)
+        ends[layout.owners[b]] = max(ends.get(layout.owners[b], 0), life.end)
     for name in names.storage_of:
         if ends[claims[name].buffer] <= position + 1:
             raise BorrowError(f"after op {position} {name} keeps %{claims[name].buffer}, which is dead. {WHAT_TO_DO}")
@@ -218,5 +218,5 @@ def _check_survivors(
     there = {names.value_in[s] for s in surviving}
     program = layout.program
     for region in (*program.returned, *(r for r in program.grads.values() if r.buffer in layout.draft.kept)):
-        if region.buffer in layout.slots and (region.buffer, written.get(region.buffer, 0)) not in there:
+        if region.buffer in layout.owners and (region.buffer, written.get(region.buffer, 0)) not in there:
             raise BorrowError(f"the step was to end with %{region.buffer}, and its bytes are gone. {WHAT_TO_DO}")

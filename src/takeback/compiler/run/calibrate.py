@@ -1,7 +1,7 @@
 """Finds what this machine does in a second, once: about a second of small experiments, kept in the cache directory.
 
-The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact. They are measured
-twice over; where the two halves disagree the machine is busy, and the table's row for it is taken instead
+The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact. They are
+measured twice over; where the two halves disagree the machine is busy, and the table's row for it is taken instead
 (rate_table.py). That is kept as well: the same machine goes on planning with the same rates.
 """
 
@@ -133,8 +133,8 @@ def _product(device: str, dtype: torch.dtype) -> Experiment:
 
 
 def _halves(tried: Mapping[str, Experiment], device: str) -> dict[str, tuple[float, float]]:
-    """The least time of each in the first and in the second half of the turns: whatever disturbs the machine makes times
-    longer, for all alike."""
+    """The least time of each in the first and in the second half of the turns: whatever disturbs the machine makes
+    times longer, for all alike."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     best = {name: [float("inf"), float("inf")] for name in tried}
     for turn in range(_TURNS + 1):

@@ -275,16 +275,16 @@ def look(
 
 
 def _deaths(layout: Layout) -> dict[int, list[tuple[int, int]]]:
-    """Which bytes die after which op: the end of a slot's last owner, and every op's scratch."""
+    """Which bytes die after which op: the end of a owner's last owner, and every op's scratch."""
     ends: dict[Any, int] = {}
     for b, life in layout.alive.items():
-        ends[layout.slots[b]] = max(ends.get(layout.slots[b], 0), life.end)
+        ends[layout.owners[b]] = max(ends.get(layout.owners[b], 0), life.end)
     last = len(layout.kinds)
     found: dict[int, list[tuple[int, int]]] = {}
-    for slot, end in ends.items():
-        size = layout.draft.program.buffers[slot].size_bytes
+    for owner, end in ends.items():
+        size = layout.draft.program.buffers[owner].size_bytes
         if end < last and size:
-            found.setdefault(end - 1, []).append((layout.placed.offsets[slot], layout.placed.offsets[slot] + size))
+            found.setdefault(end - 1, []).append((layout.placed.offsets[owner], layout.placed.offsets[owner] + size))
     for position, entries in enumerate(layout.placed.requests):
         for e in entries:
             if e.result is None and e.offset_bytes >= 0:

@@ -3,16 +3,7 @@ what the executor would."""
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
-
-
-class Placing(enum.Enum):
-    """Who gives values their bytes."""
-
-    ARENA = "one arena, from which ops are served too"
-    ARENA_BESIDE_OPS = "one arena; what ops ask for inside is not served from it"
-    DEVICE = "the device's own allocator"
 
 
 @dataclass
@@ -32,13 +23,8 @@ class Counters:
 class Execution:
     """What a report needs besides the layout."""
 
-    placing: Placing
+    serves_ops: bool  #: False: an arena without the native allocator, so what ops ask for inside does not come from it
     undo_bytes: int  #: copies of what the step writes before its update, so that it can be taken back
     kept_grad_bytes: int = 0  #: gradients that the caller keeps
     group: str = ""  #: who averages the gradients, in words
     counters: Counters | None = None  #: of the last replay, if there was one
-
-    @property
-    def copied_grad_bytes(self) -> int:
-        """Of the kept gradients, what is copied for the caller: the device's own bytes are handed on as they are."""
-        return 0 if self.placing is Placing.DEVICE else self.kept_grad_bytes

@@ -1,189 +1,185 @@
-"""Runs a layout inside one arena: binds it to the arena's bytes, and replays it under the native allocator."""
+"""What every executor does alike: a step is one transaction, in which it saves what its program writes of the user's.
+
+Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
+user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 
-from takeback.compiler.layout import Layout, asks_for_results, lay_out
-from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, regions
-from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
-from takeback.compiler.run.arena import SharedArena
-from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
-from takeback.compiler.run.execution import Placing
-from takeback.compiler.run.replay import Replay
+from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.resident import grad_bytes
+from takeback.compiler.ownership.writes import generators_of, undo_bytes, written_before_update
+from takeback.compiler.program import Phase, Program, Region
+from takeback.compiler.run.codegen import HeldValueChanged, over
+from takeback.compiler.run.execution import Counters, Execution
+from takeback.compiler.run.transaction import Transaction
 from takeback.parallel import Reducer
 
 
-class Executor(Replay):
-    """A layout in the arena, ready to run on one thread at a time."""
+class Executor:
+    """A layout, ready to run on one thread at a time. A subclass says where its values live."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        arena: SharedArena,
-        native: Native | None,
-        *,
-        poison: bool = False,
-        reducer: Reducer | None = None,
-    ) -> None:
-        super().__init__(layout, reducer)
-        self.code: Code = generate(layout, poison=poison)
-        self._arena = arena
-        self._native = native
-        self._cell = Cell()
-        self._generation = -1
-        self._script: Script | None = None
-        self._compute: Compute | None = None
-        self._update: Update | None = None
-        arena.reserve_(layout.placed.size_bytes)
+    def __init__(self, layout: Layout, reducer: Reducer | None = None) -> None:
+        self.layout = layout
+        self._reducer = reducer  #: takes the buckets of gradients as they become complete
+        self.program: Program = layout.draft.program
+        self.counters = Counters()
+        borrowed = written_before_update(self.program)
+        self._written_leaves = [self.program.leaves[b] for b in borrowed if b in self.program.leaves]
+        live = [_whole(self.program.externals[b]) for b in borrowed if b in self.program.externals]
+        # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
+        self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
+        self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
+        reads = any(op.expected is not None for op in self.program.ops)
+        self._rewound = generators_of(self.program) if reads else ()
+        updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
+        self._first_update = next(updates, len(self.program.ops))
+        self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
     @property
-    def placing(self) -> Placing:
-        return Placing.ARENA if self._native is not None else Placing.ARENA_BESIDE_OPS
+    def written_leaves(self) -> Sequence[int]:
+        """Positions of the batch tensors that the user's own code writes."""
+        return self._written_leaves
+
+    def describe(self, *, keep_grads: bool, group: str = "", measured: bool = False) -> Execution:
+        """For the report. `measured`: the counters of the last replay hold for those to come."""
+        return Execution(
+            serves_ops=self.serves_ops,
+            undo_bytes=undo_bytes(self.program),
+            kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
+            group=group,
+            counters=self.counters if measured else None,
+        )
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    @property
+    def serves_ops(self) -> bool:
+        """Whether what ops ask for inside is answered where the values lie."""
+        return True
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
-        if self.program.buffers[region.buffer].role is Role.BATCH:
-            leaf = leaves[self.program.leaves[region.buffer]]
-            return look(leaf, region.dtype, region.shape, region.stride, region.offset)
-        return place(
-            region,
-            self.layout,
-            self._arena.tensor,
-            self._arena.tensor.storage_offset(),
-            self.program.externals,
-        )
+        raise NotImplementedError
 
-    def _prepare_(self, *, log: bool) -> None:
-        self._arena.reserve_(self.layout.placed.size_bytes)
-        if self._generation == self._arena.generation:
-            return
-        extra: dict[str, object] = {
-            "cell": self._cell.view,
-            "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
-            "land": self._land,
-            "look": look,
-            "same_value": same_value,
-            "changed": HeldValueChanged,
-            "reduce": self._reduce(self._arena.tensor) if self._reducer is not None else None,
-            "whole": self._arena.tensor[: self.layout.placed.size_bytes],
-        }
-        self._compute, self._update, _ = self.code.bind(self._arena.tensor, self.layout, self.program.externals, extra)
-        if self._native is not None and self._arena.mapped is not None:
-            first, sizes, offsets = [0], [], []
-            for entries in self.layout.placed.requests:
-                for e in entries:
-                    if e.size_bytes:
-                        sizes.append(e.size_bytes)
-                        offsets.append(e.offset_bytes)
-                first.append(len(sizes))
-            self._script = self._native.script(first, sizes, offsets, self._arena.mapped, self._cell)
-        self._generation = self._arena.generation
+    def still_has(self, region: Region) -> bool:
+        """Whether the bytes are still there before the update: the gradient of a parameter that the optimizer does not
+        have, and that nobody keeps, is not read again."""
+        life = self.layout.alive.get(region.buffer)
+        return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
 
-    def _reduce(self, arena: torch.Tensor) -> Callable[[int], None]:
-        """Hands over bucket i: the slices lie side by side in the arena, so each bucket is one tensor."""
-        reducer, buckets = self._reducer, []
-        assert reducer is not None
-        for op in self.program.ops:
-            if op.target is Special.REDUCE:
-                _, numel, members = op.args
-                held = tuple(regions(members))
-                first, last = held[0], held[-1]
-                start, dtype = arena.storage_offset() + self.layout.placed.offsets[first.buffer], first.dtype
-                end = arena.storage_offset() + self.layout.placed.offsets[last.buffer] + last.numel * dtype.itemsize
-                assert end - start == numel * dtype.itemsize, "the group expects a bucket of another size"
-                flat = torch.empty(0, dtype=dtype, device="cpu")
-                buckets.append([flat.set_(arena.untyped_storage(), start // dtype.itemsize, (numel,), (1,))])
-        return lambda index: reducer.ready(index, buckets[index])
+    def found_inf(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the scaler's check of the gradients found, from the end of the backward to the end of the step."""
+        assert self.program.found_inf is not None
+        return self.tensor(self.program.found_inf, leaves)
 
-    def _land(self, result: torch.Tensor, home: torch.Tensor) -> None:
-        home.copy_(result)
-        self.counters.landed += 1
-        self.counters.landed_bytes += result.numel() * result.element_size()
+    def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A tensor for the caller: nobody writes it afterwards."""
+        return self.tensor(region, leaves).clone()
 
-    def _enter_(self, *, log: bool) -> None:
-        self._cell.view[0] = -1
-        if self._script is not None:
-            self._script.enter(log=log)
-
-    def _leave_(self) -> None:
-        script = self._script
-        if script is None:
-            return
-        script.leave()
-        native = script.counters
-        self.counters.served, self.counters.passed = native.served, native.passed
-        self.counters.misses, self.counters.missed_bytes = native.misses, native.missed_bytes
-        self.counters.worker_new = native.worker_new + native.worker_passed
-
-    def _compute_(self, batch: list[torch.Tensor]) -> None:
-        assert self._compute is not None
-        self._compute(batch)
-
-    def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
-        assert self._update is not None
-        self._update(batch, scalars)
+    def release_(self) -> None:
+        """The caller has taken what he wants of the last step."""
 
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
-        if self._script is None:
-            return None
-        observed = observe(self._script.events, self.layout)
-        changed = {
-            position: seen
-            for position, seen in observed.items()
-            if [_outline(s) for s in seen] != [_outline(s) for s in expected(self.layout, position)]
-        }
-        if not changed:
-            return None
-        ops = tuple(
-            replace(op, scratch=changed[position]) if position in changed else op
-            for position, op in enumerate(self.program.ops)
-        )
-        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
+        raise NotImplementedError
+
+    def _prepare_(self, *, log: bool) -> None:
+        raise NotImplementedError
+
+    def _enter_(self, *, log: bool) -> None:
+        """Called when the step begins."""
+
+    def _leave_(self) -> None:
+        """Called when the step is over, once or more."""
+
+    def _compute_(self, batch: list[torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
+        raise NotImplementedError
+
+    # -- the transaction -------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        leaves: Sequence[torch.Tensor],
+        scalars: Sequence[float],
+        finish: Callable[[], None] | None = None,
+        *,
+        inspect: Callable[[], None] | None = None,
+        reduced: Callable[[], Callable[[], None] | None] | None = None,
+        skips: Callable[[], bool] | None = None,
+        log: bool = False,
+    ) -> bool:
+        """Forward, backward and update. `finish` is called inside the commit, after the planned update: an optimizer's
+        own step(), a scaler's update(). `inspect` is called before it: what it raises takes the step back. With a
+        group, nothing is sent before that, and then `reduced` waits for it; what it returns is run in place of the
+        planned update. `skips` is asked whether to leave out the planned update, as a scaler does for gradients that
+        are not finite. Gives whether it was run. Raises `HeldValueChanged`, with everything as before, if a held value
+        is another one."""
+        self._prepare_(log=log)
+        if self._reducer is not None:
+            self._reducer.begin(hold=inspect is not None)
+        self.counters = Counters()
+        batch = [t.detach() for t in leaves]
+        mode = torch.is_grad_enabled()
+        states = [(g, g.get_state()) for g in self._rewound]
+        with Transaction() as step:
+            self._save_(step, batch)
+            step.at_end(self._leave_)
+            self._enter_(log=log)
+            step.compute()
+            try:
+                self._compute_(batch)
+            except HeldValueChanged:  # another plan takes this step, and draws the same numbers
+                step.on_abort(functools.partial(_rewind_, states))
+                raise
+            if inspect is not None:
+                inspect()
+            instead = reduced() if reduced is not None else None
+            updates = instead is None and (skips is None or not skips())
+            step.commit()
+            if updates:
+                self._update_(batch, scalars)
+            finish = instead or finish
+            if finish is not None:
+                self._leave_()
+                torch._C._set_grad_enabled(mode)
+                finish()
+        return updates
+
+    def _save_(self, step: Transaction, batch: Sequence[torch.Tensor]) -> None:
+        """Everything that an aborted step has to put back."""
+        for device in self._autocasts:  # the program holds autocast's casts; made again, they would be too many
+            if torch.is_autocast_enabled(device):
+                step.at_end(functools.partial(torch.set_autocast_enabled, device, True))
+                torch.set_autocast_enabled(device, False)
+        undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
+        for saved, live in zip(self._saved, self._live, strict=True):
+            torch._foreach_copy_(saved, live)
+
+        def put_back() -> None:
+            for saved, live in zip(self._saved, self._live, strict=True):
+                torch._foreach_copy_(live, saved)
+            for leaf, before in undo:
+                leaf.copy_(before)
+
+        step.on_abort(self.release_)
+        step.on_abort(put_back)
 
 
-def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:
-    return (scratch.size_bytes, scratch.result, scratch.end is None)
+def _rewind_(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
 
 
-def expected(layout: Layout, position: int) -> tuple[Scratch, ...]:
-    """What the script has for an op: its scratch, less the results that it does not ask for."""
-    asks = asks_for_results(layout.kinds[position])
-    scratch = layout.draft.program.ops[position].scratch
-    return tuple(s for s in scratch if s.size_bytes and (asks or s.result is None))
-
-
-def observe(events: Any, layout: Layout) -> dict[int, tuple[Scratch, ...]]:
-    """What every op asked of the allocator in a logged replay, results told from scratch."""
-    program = layout.draft.program
-    per_op: dict[int, dict[int, Scratch]] = {position: {} for position in range(len(program.ops))}
-    clock = [0] * len(program.ops)
-    served = [e.result for entries in layout.placed.requests for e in entries if e.size_bytes]
-    for event in events:
-        op, block, entry = int(event["op"]), int(event["id"]), int(event["entry"])
-        if op < 0:
-            continue
-        mine = per_op[op]
-        if event["kind"] == ALLOC:
-            mine[block] = Scratch(int(event["size_bytes"]), clock[op], None, served[entry] if entry >= 0 else None)
-        elif block in mine:
-            mine[block] = replace(mine[block], end=clock[op], result=None)  # released inside: no result after all
-        clock[op] += 1
-    return {op: tuple(_claim(op, list(mine.values()), layout)) for op, mine in per_op.items()}
-
-
-def _claim(position: int, seen: list[Scratch], layout: Layout) -> list[Scratch]:
-    """A result that was not served as planned is a block of its size that outlived the op."""
-    found = {s.result for s in seen}
-    for s in expected(layout, position):
-        if s.result is not None and s.result not in found:
-            for k, other in enumerate(seen):
-                if other.result is None and other.end is None and other.size_bytes == s.size_bytes:
-                    seen[k] = replace(other, result=s.result)
-                    break
-    return seen
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Everything in a tensor's storage: a step may write any part of it, through any view."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return over(tensor, tensor.dtype, (count,), (1,), 0)

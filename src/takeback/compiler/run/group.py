@@ -98,7 +98,7 @@ class Group:
     def _used(self, flags: torch.Tensor) -> frozenset[int]:
         return frozenset(i for i, used in zip(self._parameters, (flags != 0).tolist(), strict=True) if used)
 
-    def average_grads_(self, *, streams: bool) -> None:
+    def average_grads_(self, *, in_one_piece: bool) -> None:
         """Averages what eager left in `.grad`. A parameter that no rank has a gradient for gets none."""
         if [id(p) for p in self._model.parameters()] != self._known:
             raise CaptureError(
@@ -123,12 +123,12 @@ class Group:
         ]
         flat = [flags, *(g.as_strided((g.numel(),), (1,), g.storage_offset()) for g in grads)]
         buckets = [[flat[m] for m in b.members] for b in self._buckets]
-        if not streams:  # in one piece, as the slices of a plan are
+        if in_one_piece:  # in one piece, as the slices of a plan are
             buckets = [[torch.zeros(b.numel, dtype=b.dtype)] for b in self._buckets]
         places = [
             (flat[m], bucket[0], self._layout.slices[m].start - b.start)
             for b, bucket in zip(self._buckets, buckets, strict=True)
-            for m in (() if streams else b.members)
+            for m in (b.members if in_one_piece else ())
         ]
         for part, bucket, start in places:
             bucket[start : start + part.numel()].copy_(part)

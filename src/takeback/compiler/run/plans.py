@@ -17,8 +17,8 @@ from takeback.compiler.capture.update import Update, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.program import Op, Program
+from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
-from takeback.compiler.run.replay import Replay
 from takeback.errors import CaptureError
 
 
@@ -29,7 +29,7 @@ class Plan:
     key: Hashable
     watch: Watch
     finished: Finished
-    executor: Replay
+    executor: Executor
     aux_form: Any  #: aux with an `AuxSlot` for every tensor
     has_aux: bool
     names: tuple[str, ...]  #: of the parameters

@@ -44,9 +44,7 @@ def probe_scratch(program: Program, native: Native, progress: Callable[[int, int
         model = program.ops[first[keys[i]]]
         rename = dict(zip((r.buffer for r in model.outputs), (r.buffer for r in ops[i].outputs), strict=True))
         found = known[keys[i]]
-        ops[i] = replace(
-            ops[i], scratch=tuple(replace(s, result=None if s.result is None else rename[s.result]) for s in found)
-        )
+        ops[i] = replace(ops[i], scratch=tuple(s.renamed(rename) for s in found))
     return replace(program, ops=tuple(ops))
 
 

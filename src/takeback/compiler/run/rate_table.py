@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from takeback.compiler.passes.cost import Rates
 
-#: One thread of a CPU: between what run/calibrate.py measured for one thread and for each of 16, on an idle Intel Xeon of
-#: 16 cores with torch 2.11 (one: 1.3e10, 4.7e8, 3.4e-6, 1.6e11, 7.6e10, 0.93, 0.32; each of 16: 6e9, 2.7e8, 3.8e-6, 7.6e10,
-#: 3.8e10, 0.61, 0.26). Products in half precision differ a thousandfold between CPUs (bfloat16: 7.4e11 there, 4.8e8 on an
-#: AMD EPYC without instructions for it); the table takes them to be as fast as single ones.
+#: One thread of a CPU: between what run/calibrate.py measured for one thread and for each of 16, on an idle Intel Xeon
+#: of 16 cores with torch 2.11 (one: 1.3e10, 4.7e8, 3.4e-6, 1.6e11, 7.6e10, 0.93, 0.32; each of 16: 6e9, 2.7e8, 3.8e-6,
+#: 7.6e10, 3.8e10, 0.61, 0.26). Products in half precision differ a thousandfold between CPUs (bfloat16: 7.4e11 there,
+#: 4.8e8 on an AMD EPYC without instructions for it); the table takes them to be as fast as single ones.
 _CPU_THREAD = Rates(
     bytes_per_s=1.1e10,
     maths_per_s=3.5e8,
@@ -24,7 +24,7 @@ _CPU_THREAD = Rates(
 )
 _MEMORY_THREADS = 8  #: more threads hardly move more bytes: 7.5e10 a second with 8 of that Xeon's, 1.0e11 with 16
 
-#: An NVIDIA H200 with torch 2.11 (CUDA 13): the median of three runs of run/calibrate.py, which agreed within 6 percent.
+#: An NVIDIA H200 with torch 2.11 (CUDA 13): the median of three runs of run/calibrate.py; they agreed within 6 percent.
 _H200 = Rates(
     bytes_per_s=3.1e12,
     maths_per_s=3.5e11,

@@ -30,7 +30,7 @@ class RecordedStep:
     group: Group | None
     measure: Measure
     recording: Recordings | None
-    streams: bool
+    in_one_piece: bool  #: a bucket of gradients is one flat tensor, as in the plan's arena
     revocable: bool
 
     def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
@@ -49,7 +49,7 @@ class RecordedStep:
             prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
             norm = got.grad_norm
             if group is not None:
-                group.average_grads_(streams=self.streams)
+                group.average_grads_(in_one_piece=self.in_one_piece)
                 norm = clip_(self.subject.parameters, recipe.clip_norm)
             step.commit()
             if scaling is None:

@@ -18,8 +18,8 @@ from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.update import Update
 from takeback.compiler.program import Region
 from takeback.compiler.run.eager import clip_
+from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
-from takeback.compiler.run.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Results:
 class ReplayedStep:
     """`run` it, then `take` what it gave. `update` is None where the optimizer's own step() is called."""
 
-    executor: Replay
+    executor: Executor
     optimizer: torch.optim.Optimizer
     parameters: Sequence[torch.nn.Parameter]
     leaves: Sequence[torch.Tensor]

@@ -36,13 +36,21 @@ class Gate:
                 signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        # Python looks for signals when it enters a function, so one may come before `__exit__` has shut the gate.
-        if not self.open or (frame is not None and frame.f_code is _LEAVING):
+        if not self.open or self._is_being_left(frame):
             self._pending = True
             return
         self.open = False
         assert callable(self._previous)
         self._previous(number, frame)
+
+    def _is_being_left(self, frame: FrameType | None) -> bool:
+        """Whether this is inside of the transaction's `__exit__`: Python looks for signals when it enters a function,
+        so one may be found before the first line there has shut the gate."""
+        while frame is not None:
+            if frame.f_code is _LEAVING and frame.f_locals["self"]._gate is self:
+                return True
+            frame = frame.f_back
+        return False
 
     def leave_(self) -> None:
         """Call it last: what was kept is raised here."""

@@ -19,9 +19,9 @@ from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.ownership.writes import generators_of, written_before_update
 from takeback.compiler.program import Program
 from takeback.compiler.run.eager import Batch, Recipe, clip_
+from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.nondeterminism import nondeterminism
 from takeback.compiler.run.proof import Bits, Kept, Measure, Proof, differing, keep, same
-from takeback.compiler.run.replay import Replay
 from takeback.compiler.run.transaction import Transaction
 from takeback.errors import CaptureError, VerifyError
 
@@ -44,7 +44,7 @@ class Comparison:
     recipe: Recipe
     batch: Batch
     scaling: Scaling | None
-    executor: Replay
+    executor: Executor
     leaves: Sequence[torch.Tensor]
     names: tuple[str, ...]  #: of the parameters
 

@@ -1,6 +1,6 @@
 """Writes a layout as straight-line Python for a device whose own allocator places: values are local variables.
 
-In: a layout for the home ALLOCATOR, in which only kernels that write into given bytes overwrite. Out: `StreamCode`,
+In: a layout for the home ALLOCATOR, in which only kernels that write into given bytes overwrite. Out: `AllocatorCode`,
 whose source has passed the audit (audit.py) and defines `factory(env)` -> (compute(batch) -> held, update(batch,
 scalars, held) -> held). A result is allocated by the op that makes it, and every name of a buffer's bytes is dropped
 after the op at which its last owner dies.
@@ -29,8 +29,8 @@ _FUNCTIONAL = frozenset((Kind.ALLOCATE, Kind.OUT, Kind.FILL, Kind.COPY))
 
 
 @dataclass(frozen=True)
-class StreamCode:
-    """Generated source, what its names stand for, and which slots `compute` and `update` hand on, in order."""
+class AllocatorCode:
+    """Generated source, what its names stand for, and which owners `compute` and `update` hand on, in order."""
 
     source: str
     compiled: CodeType
@@ -62,21 +62,21 @@ HELPERS = ("as_strided", "empty_strided", "over", "raw", "fit", "begin", "seen",
 """What the code calls besides kernels, given by the executor."""
 
 
-class _StreamEmitter(Emitter):
+class _AllocatorEmitter(Emitter):
     """Writes the two function bodies; `watched` code also measures and checks."""
 
     def __init__(self, layout: Layout, poison: bool, watched: bool, landed: Collection[int]) -> None:
         super().__init__(layout, poison=False)
         self._poisoned, self._watched, self._landed = poison, watched, landed
-        self._held: dict[BufferId, dict[Region, str]] = {}  # names of each slot's bytes
+        self._held: dict[BufferId, dict[Region, str]] = {}  # names of each owner's bytes
         self._count = 0
         self._before: list[str] = []
         self._ends: dict[int, list[BufferId]] = {}
         last: dict[BufferId, int] = {}
         for b, life in layout.alive.items():
-            last[layout.slots[b]] = max(last.get(layout.slots[b], 0), life.end)
-        for slot, end in last.items():
-            self._ends.setdefault(end, []).append(slot)
+            last[layout.owners[b]] = max(last.get(layout.owners[b], 0), life.end)
+        for owner, end in last.items():
+            self._ends.setdefault(end, []).append(owner)
         self.crossing: tuple[BufferId, ...] | None = None
         self.lines: list[tuple[int, str]] = []
         self.claims: dict[str, Region] = {}
@@ -111,22 +111,22 @@ class _StreamEmitter(Emitter):
         self.lines.extend((position, line) for line in lines)
 
     def _cross_(self, position: int) -> None:
-        """From compute to update: one name for each slot goes over."""
+        """From compute to update: one name for each owner goes over."""
         self.crossing = tuple(self._held)
-        names = [self._base(slot) for slot in self.crossing]
+        names = [self._base(owner) for owner in self.crossing]
         self._updating = False
         self._write_(position, f"return [{', '.join(names)}]")
         self._updating = True
         if names:
             self._write_(position, f"{', '.join(names)}, = H", "H.clear()")
-        self._held = {slot: dict([next(iter(known.items()))]) for slot, known in self._held.items()}
+        self._held = {owner: dict([next(iter(known.items()))]) for owner, known in self._held.items()}
 
     def _drop_(self, end: int) -> list[str]:
         """The bytes whose last owner has died before the op at `end`."""
         names: list[str] = []
         lines: list[str] = []
-        for slot in self._ends.get(end, ()):
-            known = self._held.pop(slot, {})
+        for owner in self._ends.get(end, ()):
+            known = self._held.pop(owner, {})
             names += known.values()
             if self._poisoned and known:
                 lines.append(f"poison({next(iter(known.values()))})")
@@ -134,14 +134,14 @@ class _StreamEmitter(Emitter):
 
     # -- names -----------------------------------------------------------------------------------------------------
 
-    def _base(self, slot: BufferId) -> str:
-        return next(iter(self._held[slot].values()))
+    def _base(self, owner: BufferId) -> str:
+        return next(iter(self._held[owner].values()))
 
     def _key(self, region: Region) -> Region:
-        return replace(region, buffer=self.layout.slots[region.buffer])
+        return replace(region, buffer=self.layout.owners[region.buffer])
 
     def _internal(self, region: Region) -> bool:
-        return region.buffer in self.layout.slots
+        return region.buffer in self.layout.owners
 
     def _name_(self, region: Region) -> str:
         """A new name for a region."""
@@ -235,11 +235,11 @@ class _StreamEmitter(Emitter):
         return lines
 
 
-def generate_stream(
+def generate_for_allocator(
     layout: Layout, *, poison: bool = False, watched: bool = False, landed: Collection[int] = ()
-) -> StreamCode:
+) -> AllocatorCode:
     """The step's source, compiled. `landed` are the ops whose results come in another geometry than was recorded."""
-    emitter = _StreamEmitter(layout, poison, watched, landed)
+    emitter = _AllocatorEmitter(layout, poison, watched, landed)
     emitter.emit()
     names = emitter.names
     everything = [*names.regions.values(), *names.lists.values(), *names.constants, *HELPERS]
@@ -254,7 +254,7 @@ def generate_stream(
     source = "\n".join(lines) + "\n"
     assert emitter.crossing is not None
     audit(emitter.lines, emitter.claims, layout)
-    return StreamCode(
+    return AllocatorCode(
         source,
         compile(source, "<takeback step>", "exec"),
         {name: region for region, name in names.regions.items()},

@@ -15,8 +15,8 @@ from takeback import zoo
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes import Home
 from takeback.compiler.program import Phase
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import eager_step
-from takeback.compiler.run.stream import StreamExecutor
 
 
 def streamed(case: zoo.Case, **settings: Any) -> tb.CompiledStep:
@@ -27,9 +27,9 @@ def streamed(case: zoo.Case, **settings: Any) -> tb.CompiledStep:
     return step
 
 
-def executor_of(step: tb.CompiledStep) -> StreamExecutor:
+def executor_of(step: tb.CompiledStep) -> AllocatorExecutor:
     assert step._last is not None
-    assert isinstance(step._last.executor, StreamExecutor)
+    assert isinstance(step._last.executor, AllocatorExecutor)
     return step._last.executor
 
 

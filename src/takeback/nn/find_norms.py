@@ -1,6 +1,6 @@
 """A model in; for each of its batch norms out: the activation that follows, and whether its input may be overwritten.
 
-A fact counts only if it holds in every trace of scopes.py. What crosses a module's border is followed
+A fact counts only if it holds in every trace of forward_graphs.py. What crosses a module's border is followed
 through its callers; a forward that cannot be traced is one that may do anything with its own children, and says why.
 """
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from takeback.nn.scopes import WRITING_OPERATORS, Call, Graphs, Scope, first, is_torchs_own, join, touched
+from takeback.nn.forward_graphs import WRITING_OPERATORS, GraphCall, Graphs, Scope, first, is_torchs_own, join, touched
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LAZY_NORMS = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
@@ -66,7 +66,7 @@ DEPTH = 64  #: of calls followed across borders: beyond it, modules that call ea
 
 
 @dataclass(frozen=True)
-class Activation:
+class Follower:
     """What follows a norm: the name and parameter an `ABN` takes."""
 
     name: str
@@ -76,7 +76,7 @@ class Activation:
         return f"{self.name}[{self.param:g}]" if self.name in ("leaky_relu", "elu") else self.name
 
 
-IDENTITY = Activation("identity")
+IDENTITY = Follower("identity")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,8 @@ class Candidate:
 
     path: str
     norm: nn.Module
-    activation: Activation
-    calls: tuple[Call, ...]  #: of the activation, all to be removed
+    activation: Follower
+    calls: tuple[GraphCall, ...]  #: of the activation, all to be removed
     label: str  #: the activation, as the report names it
     not_overwritable: str | None  #: why its input must stay as it is
     writer: str | None  #: who overwrites its output
@@ -100,7 +100,7 @@ class Kept:
     reason: str
 
 
-def find_pairs(model: nn.Module) -> tuple[Graphs, list[Candidate | Kept]]:
+def find_norms(model: nn.Module) -> tuple[Graphs, list[Candidate | Kept]]:
     """Every batch norm of the model, in the order of `named_modules`, and the graphs the answers come from."""
     graphs = Graphs(model)
     norms = [(path, module) for path, module in model.named_modules() if isinstance(module, (*NORMS, *LAZY_NORMS))]
@@ -191,19 +191,19 @@ def _names_in(cls: type) -> set[str]:
     return {name for function in functions for name in function.__code__.co_names}
 
 
-def _followers(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> list[tuple[Activation, Call]] | str:
+def _followers(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> list[tuple[Follower, GraphCall]] | str:
     """The activation calls that alone read a value, across the borders it leaves by; or why there is none."""
     users = _readers(node)
     if len(users) != 1 or depth > DEPTH:
         return f"its output is read {len(users)} times"
     (user,) = users
     if activation := _activation(scope, user, node):
-        return [(activation, Call(scope, user))]
+        return [(activation, GraphCall(scope, user))]
     if user.op != "output" or user.args[0] is not node:
         return f"{scope.show(user)} follows it, which is not an activation to convert"
     if border := graphs.border(scope.module):
         return f"its output goes to {border}"
-    found: list[tuple[Activation, Call]] = []
+    found: list[tuple[Follower, GraphCall]] = []
     for call in graphs.calls.get(scope.module, []):
         beyond = _followers(graphs, call.scope, call.node, depth + 1)
         if isinstance(beyond, str):
@@ -212,7 +212,7 @@ def _followers(graphs: Graphs, scope: Scope, node: fx.Node, depth: int = 0) -> l
     return found or "its output goes nowhere"
 
 
-def _activation(scope: Scope, node: fx.Node, value: fx.Node) -> Activation | None:
+def _activation(scope: Scope, node: fx.Node, value: fx.Node) -> Follower | None:
     """The activation of `value` that a call is, if it is one."""
     if node.op == "call_module":
         module = scope.module.get_submodule(str(node.target))
@@ -223,13 +223,13 @@ def _activation(scope: Scope, node: fx.Node, value: fx.Node) -> Activation | Non
         if type(module) not in names:
             return None
         param = getattr(module, parameters[type(module)]) if type(module) in parameters else 0.01
-        return Activation(names[type(module)], float(param))
+        return Follower(names[type(module)], float(param))
     target = f"method {node.target}" if node.op == "call_method" else node.target
     if target not in _FUNCTIONS or _argument(node, 0, "input") is not value:
         return None
     name, keyword, default = _FUNCTIONS[target]
     param = default if keyword is None else _argument(node, 1, keyword, default)
-    return Activation(name, float(param)) if isinstance(param, (int, float)) else None
+    return Follower(name, float(param)) if isinstance(param, (int, float)) else None
 
 
 _FUNCTIONS: dict[Any, tuple[str, str | None, float]] = {

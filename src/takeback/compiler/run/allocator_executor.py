@@ -14,11 +14,10 @@ import torch
 
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
+from takeback.compiler.run.allocator_code import AllocatorCode, Compute, UpdateCode, generate_for_allocator
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
-from takeback.compiler.run.execution import Placing
+from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
-from takeback.compiler.run.replay import Replay
-from takeback.compiler.run.streamcode import Compute, StreamCode, UpdateCode, generate_stream
 from takeback.errors import CaptureError
 from takeback.parallel import Reducer
 
@@ -29,13 +28,13 @@ _LEAST_SHARE = 0.002  #: of the peak: scratch that differs by less from what was
 class _Bound:
     """Code over the user's tensors as they are now."""
 
-    code: StreamCode
+    code: AllocatorCode
     watched: bool
     compute: Compute
     update: UpdateCode
 
 
-class StreamExecutor(Replay):
+class AllocatorExecutor(Executor):
     """A layout whose values are allocated as they are made."""
 
     def __init__(self, layout: Layout, *, poison: bool = False, reducer: Reducer | None = None) -> None:
@@ -50,10 +49,6 @@ class StreamExecutor(Replay):
         self._seen: dict[int, int] = {}  # most bytes inside an op above its results, by position
         self._requests = 0
 
-    @property
-    def placing(self) -> Placing:
-        return Placing.DEVICE
-
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         role = self.program.buffers[region.buffer].role
         if role is Role.BATCH:
@@ -61,20 +56,20 @@ class StreamExecutor(Replay):
             return look(leaf, region.dtype, region.shape, region.stride, region.offset)
         owner = self.program.externals.get(region.buffer)
         if owner is None:
-            owner = self._held[self._places[self.layout.slots[region.buffer]]]
+            owner = self._held[self._places[self.layout.owners[region.buffer]]]
         return over(owner, region.dtype, region.shape, region.stride, region.offset)
 
     def still_has(self, region: Region) -> bool:
-        return region.buffer not in self.layout.slots or self.layout.slots[region.buffer] in self._places
+        return region.buffer not in self.layout.owners or self.layout.owners[region.buffer] in self._places
 
     def give(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """Bytes of the step's own are handed on, unless they are a part of a buffer or were handed on before."""
         tensor = self.tensor(region, leaves)
-        slot = self.layout.slots.get(region.buffer)
+        owner = self.layout.owners.get(region.buffer)
         whole = region.packed and region.span_bytes == (0, self.program.buffers[region.buffer].size_bytes)
-        if slot is None or slot in self._given or not whole:
+        if owner is None or owner in self._given or not whole:
             return tensor.clone()
-        self._given.add(slot)
+        self._given.add(owner)
         return tensor
 
     def release_(self) -> None:
@@ -105,7 +100,7 @@ class StreamExecutor(Replay):
         self.release_()
         if self._bound is not None and self._bound.watched == log:
             return
-        code = generate_stream(self.layout, poison=self._poison, watched=log, landed=tuple(self._landed))
+        code = generate_for_allocator(self.layout, poison=self._poison, watched=log, landed=tuple(self._landed))
         compute, update = code.bind(
             self.program.externals,
             {
@@ -134,7 +129,7 @@ class StreamExecutor(Replay):
         if self._bound.watched:
             self._requests = self._meter.requests() - before
         self.counters.passed = self._requests
-        self._places = {slot: i for i, slot in enumerate(self._bound.code.crossing)}
+        self._places = {owner: i for i, owner in enumerate(self._bound.code.crossing)}
 
     def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
         assert self._bound is not None
@@ -146,7 +141,7 @@ class StreamExecutor(Replay):
         if self._bound.watched:
             self._requests += self._meter.requests() - before
         self.counters.passed = self._requests
-        self._places = {slot: i for i, slot in enumerate(self._bound.code.surviving)}
+        self._places = {owner: i for i, owner in enumerate(self._bound.code.surviving)}
 
     def _note(self, position: int) -> None:
         self._seen[position] = self._meter.end()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import operator
-import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,19 +24,6 @@ WRITING_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "i
 MAX_OPTIONAL = 3  #: optional arguments of one forward, each of which doubles its traces
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where the user's source makes a value: the end of an expression in a function, run on `owner`."""
-
-    code: types.CodeType
-    line: int
-    column: int
-    owner: object
-
-    def __str__(self) -> str:
-        return f"{Path(self.code.co_filename).name}:{self.line}"
-
-
 @dataclass(eq=False)
 class Scope:
     """One module's own forward, by its traces. `opaque` says why it could not be traced."""
@@ -45,13 +31,13 @@ class Scope:
     path: str
     module: nn.Module
     graphs: list[fx.Graph] = field(default_factory=list)
-    sites: dict[fx.Node, Site] = field(default_factory=dict)
+    lines: dict[fx.Node, str] = field(default_factory=dict)  #: file:line of the user's source that makes each value
     opaque: str | None = None
 
     def show(self, node: fx.Node) -> str:
         """`layer1.0.relu` or `F.relu at resnet.py:33`, as the report names it."""
-        site = self.sites.get(node)
-        at = "" if site is None or is_plain_sequential(self.module) else f" at {site}"
+        line = self.lines.get(node)
+        at = "" if line is None or is_plain_sequential(self.module) else f" at {line}"
         if node.op == "call_module":
             return f"{join(self.path, str(node.target))}{at}"
         if node.op == "output":
@@ -61,7 +47,7 @@ class Scope:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class GraphCall:
     """A call in a scope's graph."""
 
     scope: Scope
@@ -75,7 +61,7 @@ class Graphs:
         self.root = model
         self.paths: dict[nn.Module, str] = {module: path for path, module in model.named_modules()}
         self.scopes: dict[nn.Module, Scope] = {}
-        self.calls: dict[nn.Module, list[Call]] = {}
+        self.calls: dict[nn.Module, list[GraphCall]] = {}
         self.strangers: dict[nn.Module, Scope] = {}  #: callees of a forward that could not be traced, and that forward
         waiting = [model]
         while waiting:
@@ -91,7 +77,7 @@ class Graphs:
                 for node in graph.nodes:
                     if node.op == "call_module":
                         callee = module.get_submodule(node.target)
-                        self.calls.setdefault(callee, []).append(Call(scope, node))
+                        self.calls.setdefault(callee, []).append(GraphCall(scope, node))
                         waiting.append(callee)
 
     def border(self, module: nn.Module) -> str | None:
@@ -118,7 +104,7 @@ def scope_of(path: str, module: nn.Module) -> Scope:
                 _trace_variants(scope)
         except Exception as error:  # whatever the user's forward raises when it is given proxies
             scope.graphs.clear()
-            scope.sites.clear()
+            scope.lines.clear()
             first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
             scope.opaque = f"cannot be traced ({first})"
     return scope
@@ -161,10 +147,10 @@ def _trace_variants(scope: Scope) -> None:
             tracer = _Tracer(module)
             with _untouched(module, training):
                 graph = tracer.trace(module, dict.fromkeys(absent) or None)
-            if (text := str(graph)) not in seen:  # sites are the same where the text is: one forward, one order
+            if (text := str(graph)) not in seen:  # lines are the same where the text is: one forward, one order
                 seen.add(text)
                 scope.graphs.append(graph)
-                scope.sites.update(tracer.sites)
+                scope.lines.update(tracer.lines)
 
 
 class _Tracer(fx.Tracer):
@@ -175,7 +161,7 @@ class _Tracer(fx.Tracer):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.inside = set(module.modules())
-        self.sites: dict[fx.Node, Site] = {}
+        self.lines: dict[fx.Node, str] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -186,7 +172,7 @@ class _Tracer(fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Value(node, self)
+        return _TracedValue(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -200,14 +186,11 @@ class _Tracer(fx.Tracer):
                 user = frame
             frame = frame.f_back
         if user is not None:
-            _, line, _, column = list(user.f_code.co_positions())[user.f_lasti // 2]
-            first = user.f_code.co_varnames[:1]
-            if line is not None and column is not None:
-                self.sites[node] = Site(user.f_code, line, column, user.f_locals.get(first[0]) if first else None)
+            self.lines[node] = f"{Path(user.f_code.co_filename).name}:{user.f_lineno}"
         return node
 
 
-class _Value(fx.Proxy):
+class _TracedValue(fx.Proxy):
     """A proxy that is not silently taken for something else: asking its type fails, `+=` is seen as a write."""
 
     @property  # type: ignore[misc]
@@ -216,7 +199,7 @@ class _Value(fx.Proxy):
         caller = frame.f_back if frame is not None else None
         if caller is not None and not _is_machinery(caller.f_globals.get("__name__", "")):
             raise fx.proxy.TraceError("it asks for the type of a value")
-        return _Value
+        return _TracedValue
 
 
 def _writing_operator(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
@@ -225,7 +208,7 @@ def _writing_operator(name: str) -> Callable[[fx.Proxy, Any], fx.Proxy]:
 
 
 for _name in WRITING_OPERATORS:
-    setattr(_Value, f"__{_name}__", _writing_operator(_name))
+    setattr(_TracedValue, f"__{_name}__", _writing_operator(_name))
 
 
 def _is_machinery(module_name: str) -> bool:
