@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pairwise import pairwise
 from takeback.nn.kernels import activated_cpu, activated_plain
 from takeback.nn.kernels.activated import Activation, Layer, gather_sums, normalise_, put_, sizes, statistics
 
@@ -263,14 +264,12 @@ def check(case: Case, gamma: float | None = None) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("activation", "from_output"), SAVED)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "saved", "dtype"), pairwise(list(SHAPES), SAVED, DTYPES), ids=str)
 def test_each_kernel_is_float64s_to_rounding(
-    shape: str, activation: Activation, from_output: bool, dtype: torch.dtype, device: str
+    shape: str, saved: tuple[Activation, bool], dtype: torch.dtype, device: str
 ) -> None:
     case = SHAPES[shape]
-    check(replace(case, activation=activation, from_output=from_output, dtype=dtype, device=device))
+    check(replace(case, activation=saved[0], from_output=saved[1], dtype=dtype, device=device))
 
 
 def eager(drawn: Drawn, training: bool) -> tuple[Tensor, Tensor]:
@@ -287,14 +286,14 @@ def eager(drawn: Drawn, training: bool) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("activation", "from_output"), SAVED)
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("last", "how", "dtype", "training"), pairwise([False, True], SAVED, DTYPES, [True, False]), ids=str
+)
 def test_one_after_the_other_they_are_batch_norm_and_the_activation(
-    last: bool, activation: Activation, from_output: bool, dtype: torch.dtype, training: bool, device: str
+    last: bool, how: tuple[Activation, bool], dtype: torch.dtype, training: bool, device: str
 ) -> None:
     """All in place, each on what the one before it left: y on x, dx on y or x."""
+    activation, from_output = how
     case = Case(last=last, activation=activation, from_output=from_output, dtype=dtype, device=device)
     drawn = draw(case)
     layer, x, mean, invstd = drawn.layer, drawn.x.clone(), drawn.mean, drawn.invstd
@@ -356,13 +355,15 @@ def test_a_channel_whose_gamma_is_zero_has_no_xhat_and_no_dx(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("activation", "from_output"), SAVED)
-@pytest.mark.parametrize("shape", ["N × C", "two threads", "two threads, channels_last", "two spots"])
+@pytest.mark.parametrize(
+    ("shape", "saved", "dtype"),
+    pairwise(["N × C", "two threads", "two threads, channels_last", "two spots"], SAVED, DTYPES),
+    ids=str,
+)
 def test_in_place_has_the_bits_of_out_of_place_and_of_itself(
-    shape: str, activation: Activation, from_output: bool, dtype: torch.dtype, device: str
+    shape: str, saved: tuple[Activation, bool], dtype: torch.dtype, device: str
 ) -> None:
-    case = replace(SHAPES[shape], activation=activation, from_output=from_output, dtype=dtype, device=device)
+    case = replace(SHAPES[shape], activation=saved[0], from_output=saved[1], dtype=dtype, device=device)
     drawn = draw(case)
     layer, tables = drawn.layer, (drawn.mean, drawn.invstd)
     sums = gather_sums(drawn.dy, drawn.saved, layer, *tables)

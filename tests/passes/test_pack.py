@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
+from pairwise import in_turns
 from takeback import zoo
 from takeback.compiler import layout as layout_module
 from takeback.compiler.explain.ledger import Fate
@@ -107,8 +108,7 @@ def test_ledger_names_every_gradient_as_packed_with_its_distance() -> None:
     assert distances == {"0", "8,192", "8,448", "11,008"}
 
 
-@pytest.mark.parametrize("memory", ["keep", "auto"])
-@pytest.mark.parametrize("name", zoo.CASES)
+@pytest.mark.parametrize(("name", "memory"), in_turns(zoo.CASES, ["keep", "auto"]))
 def test_packing_never_makes_the_arena_of_the_zoo_larger(name: str, memory: str) -> None:
     case = zoo.case(name)
     step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory=memory)

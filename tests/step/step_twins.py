@@ -73,7 +73,7 @@ def compiled_trace(
     torch.manual_seed(0)
     setup = make()
     torch.manual_seed(1)
-    step = tb.compile_step(setup.model, setup.loss_fn, setup.optimizer, **options)
+    step = tb.compile_step(setup.model, setup.loss_fn, setup.optimizer, **{"memory": "keep", **options})
     for i, (loss, state) in enumerate(expected):
         setup.poke(i)
         before = snapshot(setup.model, setup.optimizer)

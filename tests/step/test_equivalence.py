@@ -1192,8 +1192,7 @@ class Mixed(nn.Module):
         return self.head(self.layer(self.norm(self.conv(x))).mean(1))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize(("dtype", "path"), in_turns([torch.bfloat16, torch.float64, torch.float16], PATHS), ids=str)
 def test_model_in_another_dtype_gives_eagers_bits(dtype: torch.dtype, path: str) -> None:
     train_both(
         Case(lambda: Mixed(dtype), classify, labelled(4, 3, 16, dtype=dtype), plain(torch.optim.AdamW, **PATHS[path])),

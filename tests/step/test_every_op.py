@@ -44,7 +44,7 @@ def right_with_loss(loss: Callable[[Tensor], Tensor]) -> None:
         model = nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
         return Setup(model, lambda m, x: loss(m(x)), sgd(model), rows)
 
-    assert_right(make, steps=4)
+    assert_right(make, steps=4, memory="auto")
 
 
 def right_with_middle(build: Callable[[], Callable[[Tensor], Tensor]]) -> None:
@@ -57,7 +57,7 @@ def right_with_middle(build: Callable[[], Callable[[Tensor], Tensor]]) -> None:
         model = Between(middle, width)
         return Setup(model, lambda m, x: m(x).square().mean(), sgd(model), rows)
 
-    assert_right(make, steps=4)
+    assert_right(make, steps=4, memory="auto")
 
 
 ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
