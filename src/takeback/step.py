@@ -87,8 +87,8 @@ def compile_step(
     verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
     max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
-    solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a step
-                  gets the same plan on every machine and day; if this strikes, the report says so
+    solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
+                  step gets the same plan every time; if this strikes, the report says so
     """
     options = Options(
         mode=mode,
