@@ -43,7 +43,7 @@ from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
-from takeback.compiler.run.verify import Comparison
+from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError
 from takeback.options import Options, cache_dir, compiler
 
@@ -264,13 +264,21 @@ class CompiledStep:
         plan.skipped = proof.skipped(plan.eager_bytes)
         if plan.skipped is not None:
             return run()
-        comparison = Comparison(proof, self._recipe, batch, self._scaling, executor, leaves, plan.names)
+        beside = BesideEager(
+            proof,
+            recipe=self._recipe,
+            batch=batch,
+            scaling=self._scaling,
+            executor=executor,
+            leaves=leaves,
+            names=plan.names,
+        )
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         # Where the update begins before they are all there, the parameters after it are. With a group, the update has
         # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
         outside = plan.update is None or self._group is not None
         gradients = outside or (not plan.proved and self.options.update == "end")
-        out = comparison.of_gradients(run) if gradients else comparison.of_whole_steps(run)
+        out = beside.of_gradients(run) if gradients else beside.of_whole_steps(run)
         plan.proved = plan.executor is executor  # a rehearsal may have put another in its place
         return out
 
