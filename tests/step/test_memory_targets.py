@@ -22,7 +22,7 @@ import takeback as tb
 from pairwise import quick_ones
 from takeback import zoo
 from takeback.compiler.passes.rebuildable import draws_random_numbers
-from takeback.compiler.plan.rebuild_solve import SolverOutcome, RebuildSolver
+from takeback.compiler.plan.rebuild_solve import RebuildSolver, SolverOutcome
 from takeback.compiler.program import Program, Special
 from takeback.compiler.run.eager import eager_step
 from takeback.errors import MemoryTargetError, OptionError
