@@ -10,6 +10,7 @@ what they import. So what exists before a file's tests is set aside.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import gc
 import os
 import warnings
@@ -24,15 +25,15 @@ os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest
 from takeback.compiler.run import allocator, calibrate
 from takeback.compiler.run.rate_table import table_rates
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
-from takeback.options import cache_dir
+from takeback.options import open_cache
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the rates where takeback finds them, in this process and in those that tests start. What starts workers
     compiles the native code first: each of them would compile it for itself, at the same time."""
     for threads in {1, 2, torch.get_num_threads()}:
-        path = cache_dir() / f"rates-{calibrate._machine('cpu', threads)}.json"
-        calibrate._write(path, table_rates("cpu", "", threads))
+        known = dataclasses.replace(table_rates("cpu", "", threads), source="measured")
+        calibrate.keep_(open_cache(), "cpu", threads, known)
     if getattr(config.option, "numprocesses", None):
         libraries = (activated_cpu._library, norms_cpu._library, row_steps_cpu._library, allocator.load)
         with concurrent.futures.ThreadPoolExecutor() as pool, warnings.catch_warnings():

@@ -368,6 +368,18 @@ def test_eviction_removes_what_killed_writers_left_and_nothing_that_is_not_ours(
     assert all(path.exists() for path in (parts[1], *others))
 
 
+def test_part_of_a_writer_that_was_killed_has_a_name_that_eviction_knows(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "replace", lambda *_: None)  # the part stays, as if the process had ended here
+    assert cache.write("rates", "k", b"content")
+    part = only_file(cache)
+    monkeypatch.undo()
+    os.utime(part, (1, 1))
+    assert cache.write("rates", "k", b"content")
+    assert only_file(cache).name == module._name("rates", "k")
+
+
 def test_usual_cache_is_where_the_environment_says_and_has_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

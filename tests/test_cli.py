@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from pairwise import in_turns
-from takeback import __version__, demo
+from takeback import __version__, comparison, demo
 from takeback.cli import app
 from takeback.compiler.run.eager import eager_step
 
@@ -310,6 +310,7 @@ def test_demo_ends_with_equal_bits_and_what_to_do_next(tmp_path: Path) -> None:
     assert "takeback.compile_step(" in result.stdout.splitlines()[-1]
     assert "GPT, 2 layers, 16 wide, on 2 x 16 bytes" in result.stdout
     assert result.stdout.count("time, median of 1 ") == 2
+    assert result.stdout.count("half of them within") == 2
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert page.exists()
 
@@ -332,6 +333,30 @@ def test_demo_finds_a_loss_and_a_parameter_that_differ(monkeypatch: pytest.Monke
     result = demo.teach(demo.lessons(tiny=True)[0], 4, lambda text: None)
     assert all(result.differences.values()), result.differences
     assert not result.equal
+
+
+def test_ratio_of_times_is_the_median_of_pairs_and_its_spread_is_shown() -> None:
+    """The machine becomes ten times slower after two pairs: medians of each side would say nothing."""
+    eager = [comparison.Sample(s, 0) for s in (1.0, 1.0, 10.0, 10.0, 10.0)]
+    ours = [comparison.Sample(s, 0) for s in (0.5, 0.5, 5.0, 6.0, 7.0)]
+    tiny = demo.lessons(tiny=True)[0]
+    report = demo.teach(tiny, 4, lambda text: None).report
+    result = comparison.Comparison(eager, ours, None, report, (0, 0))
+    assert result.ratios == [0.5, 0.5, 0.5, 0.6, 0.7]
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(comparison.comparison_table("t", result))
+    assert re.search(r"time, median of 5 .* 0\.50x", captured.get())
+    assert re.search(r"half of them within .* 1,000-10,000 ms .* 500-6,000 ms .* 0\.50-0\.60x", captured.get())
+
+
+def test_demo_leaves_some_threads_to_others_and_puts_their_number_back() -> None:
+    for there, used in ((1, 1), (2, 1), (6, 3), (16, 4)):
+        torch.set_num_threads(there)
+        with demo.few_threads() as threads:
+            assert threads == (used, there)
+            assert torch.get_num_threads() == used
+        assert torch.get_num_threads() == there
 
 
 def test_demo_works_without_the_native_allocator_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

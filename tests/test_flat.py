@@ -14,6 +14,7 @@ from torch import nn
 
 import takeback as tb
 from takeback.compiler.passes import Packed
+from takeback.compiler.passes.draft import owner_of
 from takeback.compiler.run.group import Group
 from takeback.flat import ALIGNMENT_BYTES, BUCKET_BYTES, cut, lay_out
 

@@ -191,7 +191,8 @@ def _rows(result: SideBySide) -> Iterator[tuple[str, str, str, str]]:
     if any(clones):
         yield "gradient clones", f"{clones[0]:,}", f"{clones[1]:,}", ""
     faults = [statistics.mean(s.page_faults for s in side) for side in (result.eager, result.ours)]
-    yield "page faults", f"{faults[0]:,.0f}", f"{faults[1]:,.0f}", ""
+    if any(faults):
+        yield "page faults", f"{faults[0]:,.0f}", f"{faults[1]:,.0f}", ""
     times = [[s.seconds * 1e3 for s in side] for side in (result.eager, result.ours)]
     middles = [statistics.median(each) for each in (*times, result.ratios)]
     lows, highs = zip(*map(_middle_half, (*times, result.ratios)), strict=True)

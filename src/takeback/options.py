@@ -31,7 +31,7 @@ class Options:
     verify_every: int = 0
     max_plans: int = 8
     poison: bool = False
-    solve_s: float = 8.0
+    solve_s: float = 120.0
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))

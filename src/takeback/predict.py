@@ -52,7 +52,7 @@ def predict(
     accumulate: int = 1,
     clip_norm: float | None = None,
     keep_grads: bool = False,
-    solve_s: float = 8.0,
+    solve_s: float = 120.0,
     progress: Callable[[int, int], None] | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -72,7 +72,8 @@ def predict(
     )
     _check_device(device, gpu)
     traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=progress)
-    settings = settings_for(traced.program, options, cost_of(traced.program))
+    seconds = cost_of(traced.program)
+    settings = settings_for(traced.program, options, seconds, notes=seconds.notes)
     plan = plan_within(traced.program, traced.kept, options, settings)
     layout = plan.layout
     execution = Execution(
@@ -141,7 +142,7 @@ def frontier(
     accumulate: int = 1,
     clip_norm: float | None = None,
     keep_grads: bool = False,
-    solve_s: float = 8.0,
+    solve_s: float = 120.0,
     progress: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> Frontier:

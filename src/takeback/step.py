@@ -64,7 +64,7 @@ def compile_step(
     verify_every: int = 0,
     max_plans: int = 8,
     poison: bool = False,
-    solve_s: float = 8.0,
+    solve_s: float = 120.0,
 ) -> CompiledStep:
     """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
 
@@ -87,7 +87,8 @@ def compile_step(
     verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
     max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
-    solve_s       how long the choice of what to rebuild may take, in seconds
+    solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
+                  step gets the same plan every time; if this strikes, the report says so
     """
     options = Options(
         mode=mode,
@@ -229,7 +230,9 @@ class CompiledStep:
         )
         sharing = group.sharing if group is not None else None
         seconds = cost_of(finished.program)
-        settings = settings_for(finished.program, options, seconds, home=self._home, sharing=sharing)
+        settings = settings_for(
+            finished.program, options, seconds, home=self._home, sharing=sharing, notes=seconds.notes
+        )
         planned = plan_within(finished.program, finished.kept, options, settings)
         return Plan(
             key=key,

@@ -14,6 +14,7 @@ import torch
 from takeback.compiler.passes.cost import Rates
 from takeback.compiler.run import calibrate
 from takeback.compiler.run.rate_table import table_rates
+from takeback.options import open_cache
 
 KNOWN = Rates(1e10, 1e9, 1e-6, {"float32": 1e11}, 0.5, 0.4)
 SINGLE = frozenset({torch.float32})
@@ -36,53 +37,58 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     calibrate._rates.cache_clear()
 
 
-def file_in(folder: Path) -> Path:
-    return folder / f"rates-{calibrate._machine('cpu', torch.get_num_threads())}.json"
+def kept_in(folder: Path) -> bytes | None:
+    return open_cache(folder).read("rates", calibrate._machine("cpu", torch.get_num_threads()))
+
+
+def plant(folder: Path, text: bytes) -> None:
+    assert open_cache(folder).write("rates", calibrate._machine("cpu", torch.get_num_threads()), text)
 
 
 def test_rates_are_written_once_and_read_by_the_next_process(tmp_path: Path, measured: list[list[str]]) -> None:
-    first = calibrate.rates("cpu", SINGLE, tmp_path / "new" / "folder")
+    first = calibrate.rates("cpu", SINGLE, open_cache(tmp_path / "new" / "folder"))
     assert measured == [["float32"]]
-    assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == [file_in(tmp_path).name], "a part was left over"
+    assert kept_in(tmp_path / "new" / "folder") is not None
     calibrate._rates.cache_clear()  # as in a new process
-    assert calibrate.rates("cpu", SINGLE, tmp_path / "new" / "folder") == first
+    assert calibrate.rates("cpu", SINGLE, open_cache(tmp_path / "new" / "folder")) == first
     assert measured == [["float32"]]
 
 
 def test_rates_are_read_from_the_file_once_in_a_process(tmp_path: Path, measured: list[list[str]]) -> None:
-    first = calibrate.rates("cpu", SINGLE, tmp_path)
-    file_in(tmp_path).unlink()
-    assert calibrate.rates("cpu", SINGLE, tmp_path) is first
-    other = calibrate.rates("cpu", SINGLE, tmp_path / "other")
+    first = calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
+    for entry in tmp_path.iterdir():
+        entry.unlink()
+    assert calibrate.rates("cpu", SINGLE, open_cache(tmp_path)) is first
+    other = calibrate.rates("cpu", SINGLE, open_cache(tmp_path / "other"))
     assert other == first
     assert len(measured) == 2, "another directory is another cache"
 
 
 def test_missing_dtype_is_added_to_what_is_known(tmp_path: Path, measured: list[list[str]]) -> None:
-    file_in(tmp_path).write_text(json.dumps(asdict(KNOWN)), encoding="utf-8")
-    found = calibrate.rates("cpu", frozenset({torch.bfloat16, torch.int64, torch.bool}), tmp_path)
+    plant(tmp_path, json.dumps(asdict(KNOWN)).encode())
+    found = calibrate.rates("cpu", frozenset({torch.bfloat16, torch.int64, torch.bool}), open_cache(tmp_path))
     assert measured == [["bfloat16"]]
     assert found.flops_per_s == {"float32": 1e11, "bfloat16": 2e11}
     assert found.bytes_per_s == KNOWN.bytes_per_s
-    assert set(json.loads(file_in(tmp_path).read_text(encoding="utf-8"))["flops_per_s"]) == {"float32", "bfloat16"}
+    assert set(json.loads(kept_in(tmp_path) or b"")["flops_per_s"]) == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{", "null", "[]", "3", '"text"', "{}", '{"bytes_per_s": 1}', json.dumps({**asdict(KNOWN), "more": 1})],
 )
-def test_file_that_makes_no_sense_is_measured_anew_and_replaced(
+def test_entry_that_makes_no_sense_is_measured_anew_and_replaced(
     text: str, tmp_path: Path, measured: list[list[str]]
 ) -> None:
-    file_in(tmp_path).write_text(text, encoding="utf-8")
-    calibrate.rates("cpu", SINGLE, tmp_path)
+    plant(tmp_path, text.encode())
+    calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
     assert measured == [["float32"]]
-    assert set(json.loads(file_in(tmp_path).read_text(encoding="utf-8"))) == set(asdict(KNOWN))
+    assert set(json.loads(kept_in(tmp_path) or b"")) == set(asdict(KNOWN))
 
 
-def test_file_of_other_bytes_than_text_is_ignored(tmp_path: Path, measured: list[list[str]]) -> None:
-    file_in(tmp_path).write_bytes(b"\xff\xfe\x00\x80")
-    calibrate.rates("cpu", SINGLE, tmp_path)
+def test_entry_of_other_bytes_than_text_is_ignored(tmp_path: Path, measured: list[list[str]]) -> None:
+    plant(tmp_path, b"\xff\xfe\x00\x80")
+    calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
     assert measured == [["float32"]]
 
 
@@ -90,19 +96,27 @@ def test_file_of_other_bytes_than_text_is_ignored(tmp_path: Path, measured: list
     "wrong",
     [{"flops_per_s": []}, {"flops_per_s": None}, {"bytes_per_s": None}, {"bytes_per_s": 0.0}, {"maths_per_s": "fast"}],
 )
-def test_file_with_values_of_another_kind_is_measured_anew(
+def test_entry_with_values_of_another_kind_is_measured_anew(
     wrong: dict[str, Any], tmp_path: Path, measured: list[list[str]]
 ) -> None:
-    file_in(tmp_path).write_text(json.dumps({**asdict(KNOWN), **wrong}), encoding="utf-8")
-    calibrate.rates("cpu", SINGLE, tmp_path)
+    plant(tmp_path, json.dumps({**asdict(KNOWN), **wrong}).encode())
+    calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
     assert measured == [["float32"]]
 
 
 def test_directory_that_cannot_be_written_is_no_error(tmp_path: Path, measured: list[list[str]]) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a directory", encoding="utf-8")
-    assert calibrate.rates("cpu", SINGLE, blocked / "cache").flops_per_s == {"float32": 2e11}
+    with pytest.warns(RuntimeWarning, match="cannot keep anything in the cache folder"):
+        found = calibrate.rates("cpu", SINGLE, open_cache(blocked / "cache"))
+    assert found.flops_per_s == {"float32": 2e11}
     assert blocked.read_text(encoding="utf-8") == "not a directory"
+
+
+def test_rates_from_the_table_are_said_to_be(tmp_path: Path) -> None:
+    assert calibrate.OpCost(KNOWN).notes == ()
+    [note] = calibrate.OpCost(replace(KNOWN, source="table")).notes
+    assert "was taken from a table" in note
 
 
 def test_measuring_gives_positive_rates_and_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +210,10 @@ def test_rates_of_the_table_are_kept_so_that_the_next_process_plans_with_them(
 ) -> None:
     timed["op"] = (1e-3, 9e-3)
     calibrate._rates.cache_clear()
-    first = calibrate.rates("cpu", SINGLE, tmp_path)
+    first = calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
     timed.clear()
     calibrate._rates.cache_clear()
-    second = calibrate.rates("cpu", SINGLE, tmp_path)
+    second = calibrate.rates("cpu", SINGLE, open_cache(tmp_path))
     calibrate._rates.cache_clear()
     assert first == second
     assert first.source == "table"

@@ -62,8 +62,10 @@ def settings_for(
     home: Home = Home.ARENA,
     sharing: Sharing | None = None,
     progress: Progress | None = None,
+    notes: tuple[str, ...] = (),
 ) -> PassSettings:
-    """What the passes are told for these options. A target's goal is set by `plan_within`, which knows the room."""
+    """What the passes are told for these options. A target's goal is set by `plan_within`, which knows the room.
+    `notes`: what is to be known of `seconds`, on which the choice of what to rebuild depends."""
     goals: dict[str, Goal] = {
         "keep": Keep(),
         "min": Lowest(),
@@ -75,6 +77,7 @@ def settings_for(
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),
         chooser=Chooser(seconds, options.solve_s, progress),
+        notes=() if options.memory == "keep" else notes,
     )
 
 

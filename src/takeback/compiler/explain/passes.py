@@ -24,13 +24,12 @@ class PassRecord:
 
 
 def passes_text(records: Sequence[PassRecord], *, whole: bool = False) -> Iterator[str]:
-    """A heading for the recorded program and for each pass; below it what changed, or everything if `whole`."""
+    """The recorded program, then a heading for each pass with what it changed, or with everything if `whole`."""
     if not records:
         return
     first = records[0].before
     yield f"the recorded step: {_counts(first)}"
-    if whole:
-        yield from (f"   {line}" for line in _lines(first))
+    yield from str(first.program).splitlines()
     for number, record in enumerate(records, start=1):
         yield ""
         if isinstance(record.after, str):

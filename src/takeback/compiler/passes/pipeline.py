@@ -33,6 +33,7 @@ class PassSettings:
     sharing: Sharing | None = None  #: gradients are averaged over a group
     goal: Goal = _KEEP
     chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
+    notes: tuple[str, ...] = ()  #: what the user should know of these settings
 
 
 def _nothing(settings: PassSettings) -> dict[str, object]:
@@ -105,7 +106,7 @@ def run_passes(
 ) -> Draft:
     """The program through all passes, or only through those that come before the pass `before`."""
     settings = settings or PassSettings()
-    draft = Draft(program, kept, settings.home)
+    draft = Draft(program, kept, settings.home, notes=settings.notes)
     check_form(program, kept)
     for stage in stages:
         if stage.run is before:

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
+from takeback.cache import Cache
 from takeback.compiler.passes.cost import Rates, seconds
 from takeback.compiler.program import Op, Program
 from takeback.compiler.run.rate_table import table_rates
-from takeback.options import cache_dir
+from takeback.options import open_cache
 
 _VERSION = 5
 _BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
@@ -31,27 +32,47 @@ _TURNS = 12
 _STEADY = 1.3  #: two halves of the turns that differ by more than this factor were measured on a busy machine
 
 
-def rates(device: str, dtypes: frozenset[torch.dtype], cache: Path) -> Rates:
+def rates(device: str, dtypes: frozenset[torch.dtype], cache: Cache) -> Rates:
     """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
     return _rates(device, dtypes, cache, torch.get_num_threads())
 
 
-def cost_of(program: Program) -> Callable[[Op], float]:
-    """The predicted time of an op on this machine."""
+@dataclass(frozen=True)
+class OpCost:
+    """The predicted time of an op on this machine, as a function, and what is to be known of it."""
+
+    rates: Rates
+
+    def __call__(self, op: Op) -> float:
+        return seconds(op, rates=self.rates)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return () if self.rates.source == "measured" else (_TABLE,)
+
+
+_TABLE = (
+    "What an op costs here was taken from a table: this machine was too busy to be measured when it was first asked. "
+    "What is rebuilt is right all the same, and may be another choice than measured rates would give; empty the cache "
+    "folder to measure again."
+)
+
+
+def cost_of(program: Program) -> OpCost:
+    """What the ops of a program cost here."""
     dtypes = frozenset(r.dtype for op in program.ops for r in op.outputs)
-    return functools.partial(seconds, rates=rates(program.device_type, dtypes, cache_dir()))
+    return OpCost(rates(program.device_type, dtypes, open_cache()))
 
 
 @functools.cache
-def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Path, threads: int) -> Rates:
-    path = cache / f"rates-{_machine(device, threads)}.json"
-    known = _read(path)
+def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Cache, threads: int) -> Rates:
+    known = _read(cache.read("rates", _machine(device, threads)))
     wanted = {_name(d): d for d in sorted((torch.float32, *dtypes), key=str) if d.is_floating_point}
     missing = [d for name, d in wanted.items() if known is None or name not in known.flops_per_s]
     if known is not None and not missing:
         return known
     measured = measure(device, missing, known)
-    _write(path, measured)
+    keep_(cache, device, threads, measured)
     return measured
 
 
@@ -180,9 +201,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _read(path: Path) -> Rates | None:
+def _read(text: bytes | None) -> Rates | None:
+    if text is None:
+        return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text)
         found = Rates(**data)
         plain = [v for k, v in data.items() if k not in ("flops_per_s", "source")]
         numbers = plain + list(found.flops_per_s.values())
@@ -190,16 +213,10 @@ def _read(path: Path) -> Rates | None:
             isinstance(n, float) and 0 < n < float("inf") for n in numbers
         )
         return found if usable and len(data) == len(dataclasses.fields(Rates)) else None
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError):
         return None
 
 
-def _write(path: Path, found: Rates) -> None:
-    """Kept if the directory can be written; measured again next time if not."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{time.monotonic_ns()}")
-        part.write_text(json.dumps(dataclasses.asdict(found), indent=1), encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        pass
+def keep_(cache: Cache, device: str, threads: int, found: Rates) -> None:
+    """For the next process, if the cache can be written; measured again there if not."""
+    cache.write("rates", _machine(device, threads), json.dumps(dataclasses.asdict(found)).encode())

@@ -380,12 +380,16 @@ def sum_columns(
         if FROM_OUTPUT:
             dz, xhat = of_output(g, v, inverse, beta[None, :], ACT, PARAM, FLOOR)
         else:
-            dz, xhat = of_input(g, v, centre, scale, gamma[None, :], beta[None, :], ACT, PARAM)
+            dz, _ = of_input(g, v, centre, scale, gamma[None, :], beta[None, :], ACT, PARAM)
+            xhat = v - centre  # scaled once the sum is complete: one rounding less for each element
         sums += dz
         dots += dz * xhat
+    total = tl.sum(dots, axis=0)
+    if not FROM_OUTPUT:
+        total *= tl.load(invstd + of, mask=inside, other=0.0)
     to = partial + tl.cast(part, tl.int64) * columns + c
     tl.store(to, tl.sum(sums, axis=0), mask=inside)
-    tl.store(to + tl.cast(tl.num_programs(1), tl.int64) * columns, tl.sum(dots, axis=0), mask=inside)
+    tl.store(to + tl.cast(tl.num_programs(1), tl.int64) * columns, total, mask=inside)
 
 
 @triton.jit
@@ -438,12 +442,16 @@ def sum_planes(
         if FROM_OUTPUT:
             dz, xhat = of_output(g, v, inverse, beta, ACT, PARAM, FLOOR)
         else:
-            dz, xhat = of_input(g, v, centre, scale, gamma, beta, ACT, PARAM)
+            dz, _ = of_input(g, v, centre, scale, gamma, beta, ACT, PARAM)
+            xhat = v - centre  # scaled once the sum is complete: one rounding less for each element
         sums += dz
         dots += dz * xhat
+    total = tl.sum(tl.sum(dots, axis=1), axis=0)
+    if not FROM_OUTPUT:
+        total *= tl.load(invstd + c)
     to = partial + tl.cast(part, tl.int64) * channels + c
     tl.store(to, tl.sum(tl.sum(sums, axis=1), axis=0))
-    tl.store(to + tl.cast(parts, tl.int64) * channels, tl.sum(tl.sum(dots, axis=1), axis=0))
+    tl.store(to + tl.cast(parts, tl.int64) * channels, total)
 
 
 @triton.jit
