@@ -22,7 +22,7 @@ import takeback as tb
 from pairwise import quick_ones
 from takeback import zoo
 from takeback.compiler.passes.rebuildable import draws_random_numbers
-from takeback.compiler.plan.rebuild_solve import Outcome, RebuildSolver
+from takeback.compiler.plan.rebuild_solve import RebuildSolver, SolverOutcome
 from takeback.compiler.program import Program, Special
 from takeback.compiler.run.eager import eager_step
 from takeback.errors import MemoryTargetError, OptionError
@@ -354,7 +354,7 @@ def test_lowest_peak_has_eagers_bits_with_dead_bytes_poisoned(name: str) -> None
 
 @pytest.mark.parametrize("name", ["diffusion", "state-space", "u-net", "read-by-many"])
 def test_choice_that_is_made_when_the_time_is_over_has_eagers_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RebuildSolver, "_solve", lambda *_: Outcome(None, proved=False, struck=False))
+    monkeypatch.setattr(RebuildSolver, "_solve", lambda *_: SolverOutcome(None, proved=False, struck=False))
     step = train_both(under(NETS[name], "min"), steps=4, poison=True)
     assert rebuilt(step), "nothing was rebuilt: this shows nothing"
     assert_random_ops_run_once(step)
