@@ -393,9 +393,12 @@ class Stopwatch:
             sys.settrace(before)
 
     def _trace(self, frame: types.FrameType, event: str, argument: Any) -> Any:
-        if event == "call" and not any(name in frame.f_code.co_filename for name in self._WATCHED):
+        code = frame.f_code
+        if event == "call" and not any(name in code.co_filename for name in self._WATCHED):
             return None
-        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]:
+        if code.co_name == "<genexpr>":
+            return None  # what is raised while one is dropped half-way is swallowed by Python
+        if code.co_code[frame.f_lasti] == dis.opmap["NOP"]:
             return self._trace  # the line of a try: Python looks for no signals there, and no handler covers it
         self.lines += 1
         if self.lines == self._number:
