@@ -158,7 +158,9 @@ class CompiledStep:
         leaves, batch_key = take_apart(batch)
         key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
-        for plan in self._plans.matching(key, leaves):
+        for plan in self._plans.under(key):
+            if not plan.applies(leaves):
+                continue
             try:
                 return self._use(plan, batch, leaves)
             except HeldValueChanged as change:
