@@ -19,7 +19,7 @@ import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
-from takeback.compiler.capture.finish import finish_program, why_own_step
+from takeback.compiler.capture.finish import check_early, finish_program, why_own_step
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
@@ -27,7 +27,7 @@ from takeback.compiler.capture.watch import Watch, ambient
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home
-from takeback.compiler.planning import check_early, plan_within, settings_for
+from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.program import Op
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
