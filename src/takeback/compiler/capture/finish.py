@@ -13,10 +13,10 @@ from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
 from takeback.compiler.program import BufferId, Program
-
-_AWAITS_STATE = "the scaler skipped the optimizer's first step, so there is no state yet; planned once there is"
 from takeback.errors import OptionError
 from takeback.options import Options
+
+_AWAITS_STATE = "the scaler skipped the optimizer's first step, so there is no state yet; planned once there is"
 
 
 @dataclass(frozen=True)
