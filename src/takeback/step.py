@@ -1,11 +1,11 @@
 """compile_step(): the whole pipeline on one screen. Read this first.
 
-capture   the first step runs for real and is recorded as a program                        capture/
-passes    decide what is moved, rebuilt and overwritten                                    passes/pipeline.py
-plan      every buffer and all scratch get an offset, validated and borrow-checked         run/layout.py, plan/
-run       straight-line code replays the step inside one arena, as one transaction; each
-          new plan is compared with eager once                                             run/
-explain   the report accounts for every byte                                               explain/
+capture   the first step runs for real and is recorded as a program                        compiler/capture
+passes    decide what is moved, rebuilt and overwritten                                    compiler/passes/pipeline.py
+plan      every value gets its bytes for its lifetime, validated and borrow-checked        compiler/planning.py, layout.py
+run       straight-line code replays the step as one transaction; each new plan is
+          compared with eager once                                                         compiler/run
+explain   the report accounts for every byte                                               compiler/explain
 """
 
 from __future__ import annotations
