@@ -2,7 +2,7 @@
 
 capture   the first step runs for real and is recorded as a program                        compiler/capture
 passes    decide what is moved, rebuilt and overwritten                                    compiler/passes/pipeline.py
-plan      every value gets its bytes for its lifetime, validated and borrow-checked        compiler/planning.py, layout.py
+plan      every value gets its bytes for its lifetime, validated and borrow-checked        compiler/planning.py
 run       straight-line code replays the step as one transaction; each new plan is
           compared with eager once                                                         compiler/run
 explain   the report accounts for every byte                                               compiler/explain
