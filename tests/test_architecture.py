@@ -19,7 +19,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 # A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself,
 # which exports the compiler: to import it from a part is to import everything.
 STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan", "layout", "planning", "run", "explain")
-TOP = ("step", "predict", "cli", "demo", "comparison", "backend", "__init__")
+TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "__init__")
 COMPILER = (*STAGES, *TOP)
 EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
 GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.finish import OwnStep, finish_program, why_own_step
+from takeback.compiler.capture.finish import OwnStep, check_early, finish_program, why_own_step
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.passes import PassRecord
@@ -27,7 +27,7 @@ from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.pipeline import PIPELINE, search_of
-from takeback.compiler.planning import AUTO_SHARE, check_early, plan_within, settings_for
+from takeback.compiler.planning import AUTO_SHARE, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of

@@ -19,7 +19,7 @@ import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
-from takeback.compiler.capture.finish import finish_program, why_own_step
+from takeback.compiler.capture.finish import check_early, finish_program, why_own_step
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
@@ -27,7 +27,7 @@ from takeback.compiler.capture.watch import Watch, ambient
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home
-from takeback.compiler.planning import check_early, plan_within, settings_for
+from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.program import Op
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -43,7 +43,7 @@ from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
-from takeback.compiler.run.verify import Comparison
+from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError
 from takeback.options import Options, cache_dir, compiler
 
@@ -158,7 +158,9 @@ class CompiledStep:
         leaves, batch_key = take_apart(batch)
         key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
-        for plan in self._plans.matching(key, leaves):
+        for plan in self._plans.under(key):
+            if not plan.applies(leaves):
+                continue
             try:
                 return self._use(plan, batch, leaves)
             except HeldValueChanged as change:
@@ -264,13 +266,21 @@ class CompiledStep:
         plan.skipped = proof.skipped(plan.eager_bytes)
         if plan.skipped is not None:
             return run()
-        comparison = Comparison(proof, self._recipe, batch, self._scaling, executor, leaves, plan.names)
+        beside = BesideEager(
+            proof,
+            recipe=self._recipe,
+            batch=batch,
+            scaling=self._scaling,
+            executor=executor,
+            leaves=leaves,
+            names=plan.names,
+        )
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         # Where the update begins before they are all there, the parameters after it are. With a group, the update has
         # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
         outside = plan.update is None or self._group is not None
         gradients = outside or (not plan.proved and self.options.update == "end")
-        out = comparison.of_gradients(run) if gradients else comparison.of_whole_steps(run)
+        out = beside.of_gradients(run) if gradients else beside.of_whole_steps(run)
         plan.proved = plan.executor is executor  # a rehearsal may have put another in its place
         return out
 

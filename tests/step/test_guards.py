@@ -1537,9 +1537,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     record = tb.CompiledStep._record
 
-    def spied(self: tb.CompiledStep, key: Any, args: Any, *rest: Any) -> Any:
-        rows.append(len(args[0]))
-        return record(self, key, args, *rest)
+    def spied(self: tb.CompiledStep, key: Any, batch: Any, *rest: Any) -> Any:
+        rows.append(len(batch[0][0]))
+        return record(self, key, batch, *rest)
 
     monkeypatch.setattr(tb.CompiledStep, "_record", spied)
     return rows

@@ -11,6 +11,7 @@ Time is counted in ticks finer than ops, because an op's scratch comes and goes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,9 +20,19 @@ from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
 from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, owner_of
-from takeback.compiler.plan import Item, ItemId, Pack, Problem, Solution, lower_bound_bytes, solve, validate
+from takeback.compiler.plan import (
+    Item,
+    ItemId,
+    Pack,
+    Problem,
+    Solution,
+    lower_bound_bytes,
+    solve,
+    solve_around,
+    validate,
+)
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
-from takeback.errors import BorrowError
+from takeback.errors import BorrowError, PlanError
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
 
@@ -72,8 +83,9 @@ def asks_for_results(kind: Kind) -> bool:
     return kind is Kind.ALLOCATE
 
 
-def lay_out(draft: Draft) -> Layout:
-    """Decides who has which bytes when; in an arena, places them and proves it."""
+def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
+    """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
+    program with a little other scratch: its offsets are kept where that makes the arena smaller."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -85,6 +97,8 @@ def lay_out(draft: Draft) -> Layout:
     if draft.home is not Home.ARENA:
         return layout
     draft, problem, solution = _solve(draft, items, windows)
+    if near is not None and near.arena is not None:
+        solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
     validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
@@ -182,6 +196,15 @@ def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) 
             size = draft.program.buffers[b].size_bytes
             refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+
+
+def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:
+    """The offsets of another layout with what is new between them, if they still fit: lifetimes may have moved."""
+    kept = {ItemId(b): known.offsets[b] for b in buffers if b in known.offsets}
+    solution = solve_around(problem, kept)
+    with contextlib.suppress(PlanError):
+        validate(problem, solution)
+        yield solution
 
 
 def _packs(draft: Draft, owners: Collection[BufferId]) -> tuple[Pack, ...]:

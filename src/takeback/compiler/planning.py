@@ -14,10 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
-from takeback.compiler.capture.twin import disproof
-from takeback.compiler.capture.update import own_step_reason
 from takeback.compiler.layout import Layout, lay_out, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_bytes
@@ -27,7 +23,7 @@ from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
 from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Progress, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.program import BufferId, Op, Program
-from takeback.errors import MemoryTargetError, OptionError
+from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
 #: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
@@ -42,16 +38,6 @@ class Planned:
     layout: Layout
     step_s: float  #: predicted, without rebuilding
     added_s: float
-
-
-def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
-    """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
-    reason = (own_step_reason(optimizer) or disproof(optimizer)) if options.update == "early" else None
-    if reason is not None:
-        raise OptionError(
-            f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
-            f"called: {reason}. Use update='end'."
-        )
 
 
 def settings_for(

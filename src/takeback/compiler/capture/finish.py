@@ -13,6 +13,8 @@ from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
 from takeback.compiler.program import BufferId, Program
+from takeback.errors import OptionError
+from takeback.options import Options
 
 _AWAITS_STATE = "the scaler skipped the optimizer's first step, so there is no state yet; planned once there is"
 
@@ -40,6 +42,16 @@ def why_own_step(optimizer: torch.optim.Optimizer, scaling: Scaling | None = Non
     """Why this optimizer's update cannot be part of a plan; None if it can: it was proved on a twin."""
     reason = own_step_reason(optimizer) or (scaling.own_step_reason() if scaling is not None else None)
     return reason or disproof(optimizer, scaling)
+
+
+def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
+    """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
+    reason = why_own_step(optimizer) if options.update == "early" else None
+    if reason is not None:
+        raise OptionError(
+            f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
+            f"called: {reason}. Use update='end'."
+        )
 
 
 def finish_program(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.rebuildable import rebuild, rebuild_gives
-from takeback.compiler.program import Buffer, BufferId, Op, Region, map_regions
+from takeback.compiler.program import Buffer, BufferId, Op, renaming
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,13 +68,4 @@ def apply(draft: Draft, choice: Choice) -> Draft:
 
 def _reading(op: Op, newest: Mapping[BufferId, BufferId]) -> Op:
     """The op, reading the newest copy of each of its operands."""
-    if not any(r.buffer in newest for r in op.inputs):
-        return op
-
-    def change(region: Region) -> Region:
-        target = newest.get(region.buffer)
-        return region if target is None else replace(region, buffer=target)
-
-    args = map_regions(op.args, change)
-    assert isinstance(args, tuple)
-    return replace(op, args=args, kwargs={k: map_regions(v, change) for k, v in op.kwargs.items()})
+    return op.map(reads=renaming(newest))

@@ -22,8 +22,8 @@ from takeback.compiler.program import (
     Region,
     Scratch,
     Special,
-    map_regions,
     regions,
+    renaming,
 )
 from takeback.compiler.schema import schema_of
 
@@ -124,10 +124,7 @@ def rebuild(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[
         op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), mutates=())
     outputs = {r.buffer: r for r in op.outputs}
     copies = {b: new(r, buffers[b].size_bytes).buffer for b, r in outputs.items()}
-    scratch = tuple(replace(s, result=copies[s.result]) if s.result is not None else s for s in op.scratch)
-    results = map_regions(op.results, lambda r: replace(r, buffer=copies[r.buffer]))
-    assert isinstance(results, tuple)
-    return [replace(op, results=results, scratch=scratch)], copies
+    return [op.map(writes=renaming(copies))], copies
 
 
 def _rebuild_norm(op: Op, buffers: Mapping[BufferId, Buffer], new: Callable[[Region, int], Region]) -> list[Op]:

@@ -143,7 +143,7 @@ class ArenaExecutor(Executor):
             replace(op, scratch=changed[position]) if position in changed else op
             for position, op in enumerate(self.program.ops)
         )
-        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)))
+        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)), near=self.layout)
 
 
 def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:

@@ -6,7 +6,7 @@ Finds out, too, when recording would never end: a value that the step reads into
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -87,11 +87,10 @@ class PlanCache(Sequence[Plan]):
     def __len__(self) -> int:
         return len(self._plans)
 
-    def matching(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> Iterator[Plan]:
-        """The plans that may be used for this batch, as long as they are asked for."""
-        for plan in self._plans:
-            if plan.key == key and plan.applies(leaves):
-                yield plan
+    def under(self, key: Hashable) -> tuple[Plan, ...]:
+        """The plans for batches of this key. Whether one applies is asked when its turn comes: a trial of the one
+        before it may have changed that."""
+        return tuple(plan for plan in self._plans if plan.key == key)
 
     def add_(self, plan: Plan) -> None:
         self._plans = (plan, *self._plans)[: self._most]

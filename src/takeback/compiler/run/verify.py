@@ -37,7 +37,7 @@ Run = Callable[[Inspect | None], Any]  #: a replay; what it is given is called b
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BesideEager:
     """One replay beside eager, from the same state and batch."""
 
     proof: Proof
