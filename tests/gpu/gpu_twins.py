@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import takeback as tb
+from harness import assert_same, eager_step, gradients_of, state_of
+from harness import same_bits as same
 from takeback.compiler.capture.batch import tensors_of
-from takeback.compiler.run.eager import eager_step
 from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.resnet import ResNet, ResNetConfig
 
@@ -103,26 +104,8 @@ def tokens(g: torch.Generator) -> tuple[Tensor, Tensor]:
 # -- comparing ---------------------------------------------------------------------------------------------------
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    a, b = a.detach().contiguous().reshape(-1), b.detach().contiguous().reshape(-1)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, p in model.named_parameters():
-        found |= {f"{name}.{k}": v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, Tensor)}
-        if p.grad is not None:
-            found[f"{name}.grad"] = p.grad
-    return found
-
-
-def assert_same(ours: Mapping[str, Tensor], eagers: Mapping[str, Tensor], when: str) -> None:
-    assert ours.keys() == eagers.keys(), f"{when}: {ours.keys() ^ eagers.keys()} is on one side only"
-    for name, value in eagers.items():
-        if not same(ours[name], value):
-            gap = (ours[name].detach().double() - value.detach().double()).abs().max().item()
-            raise AssertionError(f"{when}: {name} differs from eager's by up to {gap:g}")
+    return state_of(model, optimizer) | gradients_of(model)
 
 
 def train_both(case: Case, *, steps: int = 6, plans: int | None = 1, poison: bool = False) -> tb.CompiledStep:

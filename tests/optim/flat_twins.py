@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import takeback as tb
+from harness import same_bits
 from takeback import optim
 
 Groups = Callable[[Sequence[nn.Parameter]], list[dict[str, Any]]]
@@ -119,12 +120,3 @@ class Twins:
         }
         parts = {(p.device, p.dtype) for p in self.mine if self.ours.state.get(p)}
         assert len(storages) == len(parts) * len({name for name, _ in storages})
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Of zeros and NaN too."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    a, b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
-    return torch.equal(a.view(kind), b.view(kind))

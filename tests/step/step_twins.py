@@ -1,4 +1,6 @@
-"""Trains the same setup twice, in eager and compiled, and compares every loss, parameter, buffer and state by bits."""
+"""Trains the same setup twice, in eager and compiled, until a step is refused, which must change nothing; what is
+compared, and how, is in tests/harness.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import harness
 import takeback as tb
+from harness import assert_same, same
+from takeback.compiler.capture.batch import tensors_of
 from takeback.errors import CaptureError, VerifyError
 
 Snapshot = dict[str, Tensor]
@@ -28,7 +33,7 @@ class Setup:
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     """Copies of every parameter, buffer and tensor of the optimizer's state."""
-    found = {f"model.{k}": v.detach().clone() for k, v in model.state_dict().items()}
+    found = {f"model.{name}": t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     names = {id(p): n for n, p in model.named_parameters()}
     for p, table in optimizer.state.items():
         for key, value in table.items():
@@ -37,54 +42,67 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Snapshot:
     return found
 
 
-def assert_same(now: Snapshot, expected: Snapshot, when: str = "") -> None:
-    assert now.keys() == expected.keys(), when
-    for name, value in expected.items():
-        assert torch.equal(torch.nan_to_num(now[name], 7e7), torch.nan_to_num(value, 7e7)), f"{name} differs {when}"
-
-
 def eager_step(setup: Setup, batch: Iterable[Any], **kwargs: Any) -> Tensor:
-    """The plain recipe every PyTorch user writes."""
-    setup.optimizer.zero_grad(set_to_none=True)
-    loss = setup.loss_fn(setup.model, *batch, **kwargs)
-    loss = loss[0] if isinstance(loss, tuple) else loss
-    loss.backward()
-    setup.optimizer.step()
-    setup.optimizer.zero_grad(set_to_none=True)
-    return loss.detach().clone()
+    """One step in eager, whose gradients are dropped."""
+    loss = harness.eager_step(setup.model, setup.loss_fn, setup.optimizer, tuple(batch), kwargs)
+    setup.model.zero_grad(set_to_none=True)
+    return loss.clone()
 
 
-def eager_trace(make: Callable[[], Setup], steps: int) -> list[tuple[Tensor, Snapshot]]:
+@dataclass(frozen=True)
+class Seen:
+    """What a step left: its loss, the model and optimizer, the batch, and the random state."""
+
+    loss: Tensor
+    state: Snapshot
+    batch: Snapshot
+    random: Tensor
+
+
+def _seen(setup: Setup, loss: Tensor, batch: tuple[Any, ...]) -> Seen:
+    tensors = {f"batch tensor {i}": t.detach().clone() for i, t in enumerate(tensors_of(batch))}
+    return Seen(loss, snapshot(setup.model, setup.optimizer), tensors, torch.get_rng_state())
+
+
+def eager_trace(make: Callable[[], Setup], steps: int) -> list[Seen]:
     torch.manual_seed(0)
     setup = make()
     torch.manual_seed(1)
     trace = []
     for i in range(steps):
         setup.poke(i)
-        loss = eager_step(setup, setup.batches(i))
-        trace.append((loss, snapshot(setup.model, setup.optimizer)))
+        batch = setup.batches(i)
+        trace.append(_seen(setup, eager_step(setup, batch), batch))
     return trace
 
 
 def compiled_trace(
-    make: Callable[[], Setup], expected: list[tuple[Tensor, Snapshot]], **options: Any
+    make: Callable[[], Setup], expected: list[Seen], **options: Any
 ) -> tuple[str | None, tb.CompiledStep]:
-    """Compares step by step. Gives the message of the refusal, if one came, and the compiled step."""
+    """Compares step by step, and every loss again at the end. Gives the message of the refusal, if one came, and the
+    compiled step."""
     torch.manual_seed(0)
     setup = make()
     torch.manual_seed(1)
     step = tb.compile_step(setup.model, setup.loss_fn, setup.optimizer, **{"memory": "keep", **options})
-    for i, (loss, state) in enumerate(expected):
+    losses: list[Tensor] = []
+    for i, eager in enumerate(expected):
         setup.poke(i)
         before = snapshot(setup.model, setup.optimizer)
+        batch = setup.batches(i)
         try:
-            got = step(*setup.batches(i))
+            got = step(*batch)
         except (CaptureError, VerifyError) as error:
             assert_same(snapshot(setup.model, setup.optimizer), before, f"after the refusal of step {i}")
             return str(error), step
-        got = got[0] if isinstance(got, tuple) else got
-        assert torch.equal(got, loss), f"loss of step {i} is {got.item()!r}, eager's {loss.item()!r}"
-        assert_same(snapshot(setup.model, setup.optimizer), state, f"after step {i}")
+        losses.append(got[0] if isinstance(got, tuple) else got)
+        ours = _seen(setup, losses[-1], batch)
+        assert same(ours.loss, eager.loss), f"loss of step {i} is {ours.loss.item()!r}, eager's {eager.loss.item()!r}"
+        assert_same(ours.state, eager.state, f"after step {i}")
+        assert_same(ours.batch, eager.batch, f"after step {i}")
+        assert torch.equal(ours.random, eager.random), f"the random state after step {i} is not eager's"
+    for i, (loss, eager) in enumerate(zip(losses, expected, strict=True)):
+        assert same(loss, eager.loss), f"the loss of step {i} was changed by a later one"
     return None, step
 
 

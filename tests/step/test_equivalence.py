@@ -1,5 +1,5 @@
 """Exact mode gives eager's bits: losses, gradients, parameters, buffers and optimizer state, after every step, for
-about every layer, loss and optimizer that people train with. What is compared, and how, is in versus_eager.py.
+about every layer, loss and optimizer that people train with. What is compared, and how, is in tests/harness.py.
 
 Nothing is rebuilt here where a test does not say so: test_memory_targets.py and test_every_op.py see to that.
 """
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from versus_eager import Case, Optimizers, adamw, sgd, train_both
 
+from harness import Case, Optimizers, adamw, sgd, train_both
 from pairwise import in_turns, quick_ones
 from takeback import compile_step, zoo
 from takeback.errors import CaptureError

@@ -3,7 +3,7 @@ expanded gradients, norms whose input is read again, views of saved values, the 
 and aux.
 
 Each runs plain and with dead bytes poisoned, and must give eager's bits, leave the caller's tensors alone, and never
-overwrite a result that was returned (versus_eager.py holds them all to the end).
+overwrite a result that was returned (tests/harness.py holds them all to the end).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from versus_eager import Case, adamw, same, sgd, train_both
 
+from harness import Case, adamw, same, sgd, train_both
 from takeback import compile_step
 from takeback.errors import CaptureError
 

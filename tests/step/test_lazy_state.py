@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from versus_eager import Case, adamw, sgd, train_both
 
+from harness import Case, adamw, sgd, train_both
 from takeback import CaptureError, compile_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")

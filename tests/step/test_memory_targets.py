@@ -1,6 +1,6 @@
 """Whatever `memory` asks for, the step gives eager's bits, keeps the target, and draws the same random numbers.
 
-Every case trains twice, compiled and in eager (versus_eager.py compares everything a user could see), with freed bytes
+Every case trains twice, compiled and in eager (tests/harness.py compares everything a user could see), with freed bytes
 poisoned, at the lowest peak: where most is rebuilt. A case where nothing was rebuilt would show nothing, so that fails.
 """
 
@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from versus_eager import Case, adamw, sgd, state_of, train_both
 
 import takeback as tb
+from harness import Case, adamw, sgd, state_of, train_both
 from pairwise import quick_ones
 from takeback import zoo
 from takeback.compiler.passes.rebuildable import draws_random_numbers

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from versus_eager import Case, adamw, sgd, train_both
+
+from harness import Case, adamw, sgd, train_both
 
 ROWS = 6
 Binary = Callable[[Tensor, Tensor], Tensor]

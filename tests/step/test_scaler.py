@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from versus_eager import assert_same, gradients_of, same, state_of
 
 import takeback as tb
+from harness import assert_same, gradients_of, same, state_of
 from pairwise import in_turns
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.passes import Home

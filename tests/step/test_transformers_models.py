@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from versus_eager import Case, train_both
 
+from harness import Case, train_both
 from pairwise import quick_ones
 
 transformers = pytest.importorskip("transformers")

@@ -3,6 +3,8 @@
 In: a `Case`, which builds the same model each time it is asked, and draws the batch of step i. Every step compares, bit
 for bit: loss, aux, gradients, parameters, buffers, optimizer state, the batch and the random state afterwards. At the
 end every loss and aux that was ever returned is compared again, so that a result overwritten by a later step shows.
+
+Eager's step is written down here once more, without anything of takeback's: what both had wrong would look equal.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from torch import Tensor, nn
 
 from takeback import CompiledStep, compile_step
 from takeback.compiler.capture.batch import map_tensors, tensors_of
-from takeback.compiler.run.eager import eager_step
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 Between = Callable[[int, nn.Module, torch.optim.Optimizer], None]
@@ -55,17 +56,22 @@ class _Run:
     then: list[Tensor] = field(default_factory=list)  #: what each loss and aux was when it was returned
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """torch.equal, with NaN equal to NaN, and -0.0 not equal to 0.0."""
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Of zeros and NaN too."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = a.detach().contiguous().reshape(-1), b.detach().contiguous().reshape(-1)
-    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """The same bits, but any NaN equals any other: which one it is may depend on where it lies."""
+    if same_bits(a, b):
         return True
-    if not a.is_floating_point() or not torch.equal(a.isnan(), b.isnan()):
+    if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
         return False
-    number = ~a.isnan()
-    return torch.equal(a[number].view(torch.uint8), b[number].view(torch.uint8))
+    lost = a.isnan()
+    return torch.equal(lost, b.isnan()) and same_bits(a.detach()[~lost], b.detach()[~lost])
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -79,11 +85,43 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
+def eager_step(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    accumulate: int = 1,
+    clip_norm: float | None = None,
+) -> Tensor:
+    """The plain recipe that every PyTorch user writes; gradients stay in `.grad`. Gives the detached loss."""
+    optimizer.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
+    parts: list[Tensor] = []
+    for i in range(accumulate):
+
+        def rows(t: Tensor, i: int = i) -> Tensor:
+            return t.chunk(accumulate)[i] if t.dim() and accumulate > 1 else t
+
+        given, named = map_tensors((tuple(args), dict(kwargs or {})), rows) if accumulate > 1 else (args, kwargs or {})
+        out = loss_fn(model, *given, **named)
+        loss = out[0] if isinstance(out, tuple) else out
+        if accumulate > 1:
+            loss = loss / accumulate
+        loss.backward()
+        parts.append(loss.detach())
+    if clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], clip_norm)
+    optimizer.step()
+    return sum(parts[1:], parts[0])
+
+
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     return {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(ours: Mapping[str, Tensor], eagers: Mapping[str, Tensor], when: str) -> None:
+def assert_same(ours: Mapping[str, Tensor], eagers: Mapping[str, Tensor], when: str = "") -> None:
     assert ours.keys() == eagers.keys(), f"{when}: {ours.keys() ^ eagers.keys()} is on one side only"
     for name, value in eagers.items():
         if not same(ours[name], value):
