@@ -87,6 +87,8 @@ def _cards(report: Report) -> str:
     (_, peak, eager, ratio), (_, above, eager_above, above_ratio) = headline(report)
     measured = report.measured
     served = f"{measured.served:,} served by the arena" if measured else "predicted"
+    if not report.has_arena:
+        served = "of the device's own allocator"
     shown = [
         ("peak", peak, f"{ratio} of eager's {eager}"),
         ("above resident", above, f"{above_ratio} of eager's {eager_above}"),
