@@ -341,7 +341,7 @@ def test_ratio_of_times_is_the_median_of_pairs_and_its_spread_is_shown() -> None
     ours = [comparison.Sample(s, 0) for s in (0.5, 0.5, 5.0, 6.0, 7.0)]
     tiny = demo.lessons(tiny=True)[0]
     report = demo.teach(tiny, 4, lambda text: None).report
-    result = comparison.Comparison(eager, ours, None, report, (0, 0))
+    result = comparison.SideBySide(eager, ours, None, report, (0, 0))
     assert result.ratios == [0.5, 0.5, 0.5, 0.6, 0.7]
     console = Console(width=80, record=True, force_terminal=False)
     with console.capture() as captured:

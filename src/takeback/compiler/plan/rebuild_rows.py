@@ -150,8 +150,9 @@ class RebuildRows:
         """While a unit is rebuilt at a stop."""
         chain = self.problem.chains[stop]
         step, unit = chain.index(name), self.units[name]
-        fixed = self.problem.before_bytes[stop] + unit.extra_bytes + unit.given_bytes
-        terms: list[Term] = []
+        fixed = self.problem.before_bytes[stop]
+        inside = unit.extra_bytes + unit.given_bytes  # if it is run: the row holds for answers without the unit too
+        terms: list[Term] = [(self.run[name, stop], inside)] if inside else []
         for value in self.problem.values:
             if stop <= value.start:
                 continue
