@@ -21,6 +21,7 @@ import torch
 # Before takeback is asked for it; processes that tests start inherit it. `make clean` removes it.
 os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "takeback"))
 
+from takeback.compiler.passes import recompute
 from takeback.compiler.passes.cost import Rates
 from takeback.compiler.run import allocator, calibrate
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
@@ -55,3 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def _small_heap() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what a step computes: any choice of what to rebuild has eager's bits, so a fair one will do."""
+    for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
+        monkeypatch.setattr(recompute, name, 4)

@@ -25,6 +25,8 @@ from takeback.errors import OptionError
 from takeback.options import memory_target
 from takeback.predict import frontier
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 MIB = 1 << 20
 
 

@@ -25,6 +25,8 @@ from takeback import compile_step, zoo
 from takeback.errors import CaptureError
 from takeback.zoo.data import byte_batches, shape_batches
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 Draw = Callable[[int], tuple[Tensor, ...]]
 
 

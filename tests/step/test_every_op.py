@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from step_twins import Setup, assert_right, sgd
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 ROWS, WIDTH = 8, 12
 TARGET = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(9))

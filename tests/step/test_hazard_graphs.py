@@ -21,6 +21,8 @@ from harness import Case, adamw, same, sgd, train_both
 from takeback import compile_step
 from takeback.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 ROWS, WIDTH = 4, 6
 
 

@@ -355,7 +355,7 @@ def test_ctrl_c_at_any_time_leaves_the_state_of_a_complete_step() -> None:
     for i in range(40):
         eager_step(twin, xy(i))
         states.append(snapshot(twin.model, twin.optimizer))
-    step = tb.compile_step(model, cross_entropy, optimizer)
+    step = tb.compile_step(model, cross_entropy, optimizer, memory="keep")
     main = threading.main_thread().ident
     assert main is not None
 

@@ -27,6 +27,8 @@ from takeback.compiler.program import Program, Special
 from takeback.compiler.run.eager import eager_step
 from takeback.errors import MemoryTargetError, OptionError
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 aten = torch.ops.aten
 ROWS = 48
 

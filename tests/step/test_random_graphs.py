@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from harness import Case, adamw, sgd, train_both
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 ROWS = 6
 Binary = Callable[[Tensor, Tensor], Tensor]
 Instruction = tuple[str, int, int]

@@ -28,7 +28,7 @@ from takeback.compiler.run.eager import Recipe, eager_step
 from takeback.compiler.run.proof import Bits, differing, keep
 from takeback.errors import CaptureError, MemoryTargetError, OptionError, VerifyError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from harness import Case, train_both
 from pairwise import quick_ones
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY, LENGTH, ROWS = 61, 12, 3
