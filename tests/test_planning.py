@@ -105,7 +105,6 @@ def test_lowest_peak_is_no_higher_than_any_of_the_frontier() -> None:
     assert least.alive_bytes <= min(p.peak_bytes for p in points)
 
 
-@pytest.mark.xfail(strict=True, reason="Search.lowest looks at two solutions only; a cheaper one may really peak lower")
 def test_lowest_peak_is_no_higher_than_what_a_share_of_the_time_buys() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
