@@ -21,6 +21,8 @@ from takeback.compiler.run.eager import eager_step
 USER_FILE = """
 import torch
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 def make(rows=4):
     model = torch.nn.Linear(8, 2)
     return model, (lambda m, x: m(x).square().mean()), torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(rows, 8)
