@@ -18,10 +18,10 @@ from takeback import __version__, comparison, demo
 from takeback.cli import app
 from takeback.compiler.run.eager import eager_step
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 USER_FILE = """
 import torch
-
-pytestmark = pytest.mark.usefixtures("short_search")
 
 def make(rows=4):
     model = torch.nn.Linear(8, 2)
