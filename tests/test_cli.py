@@ -18,6 +18,8 @@ from takeback import __version__, comparison, demo
 from takeback.cli import app
 from takeback.compiler.run.eager import eager_step
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 USER_FILE = """
 import torch
 

@@ -144,6 +144,7 @@ def test_message_of_an_impossible_target_says_what_was_asked_what_is_possible_an
         planned(small_mlp(), "0.01x")
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("memory", ["auto", "min", "0.7x"])
 def test_measured_peak_of_the_replayed_step_is_the_reported_one(memory: str) -> None:
     """What the allocator served after the first rehearsal is what was planned: nothing asked for more."""

@@ -16,6 +16,8 @@ from takeback.compiler.capture import update
 from takeback.errors import CaptureError, OptionError
 from takeback.options import parse_bytes
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 @pytest.mark.parametrize("memory", ["auto", "keep"])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])

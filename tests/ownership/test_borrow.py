@@ -282,7 +282,7 @@ FAULTS: list[Fault] = [
 ]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**32), ops=st.integers(1, 30))
 def test_programs_placed_by_the_planner_pass(seed: int, ops: int) -> None:
     effects, initial = random_program(Random(seed), ops)

@@ -26,7 +26,7 @@ FINE = ""
 def run_ranks(world: int, module: str, scenarios: list[str], folder: Path, limit_s: float = 80) -> dict[str, list[str]]:
     """By scenario, what each rank said: FINE, or the traceback. A rank that ended without a word said 'gone'."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["takeback", "torch.distributed", "torch.nn.parallel", "torch.testing", "numpy"])
+    context.set_forkserver_preload(["takeback", "torch.nn.parallel", "torch._dynamo", "torch.testing", module])
     ranks = [context.Process(target=_rank, args=(r, world, module, scenarios, str(folder))) for r in range(world)]
     for process in ranks:
         process.start()

@@ -24,6 +24,8 @@ from takeback.compiler.plan import Problem, Solution
 from takeback.compiler.program import Program
 from takeback.errors import PlanError
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 
 def compiled(model: nn.Module, loss_fn: Callable[..., Any], *batch: Any, **options: Any) -> tb.CompiledStep:
     step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), **options)

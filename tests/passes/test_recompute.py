@@ -17,6 +17,8 @@ from takeback.compiler.explain.ledger import Fate
 from takeback.compiler.program import Special
 from takeback.compiler.run.eager import eager_step
 
+pytestmark = pytest.mark.usefixtures("short_search")
+
 aten = torch.ops.aten
 
 

@@ -617,6 +617,7 @@ def test_cache_folder_that_cannot_be_written_falls_back_to_a_temporary_one(tmp_p
     assert err.count("cannot keep anything in the cache folder") == 1
 
 
+@pytest.mark.slow
 def test_two_processes_compile_at_once_and_a_third_finds_a_torn_file(tmp_path: Path) -> None:
     code = LOAD_AND_SERVE.format(folder=str(tmp_path))
     processes = [run_python(code) for _ in range(2)]

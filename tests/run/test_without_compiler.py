@@ -135,6 +135,7 @@ def test_missing_compiler_warns_once_by_name_and_gives_the_same_bits(tmp_path: P
     assert "there is no compiler named 'no-such-compiler'" in out
 
 
+@pytest.mark.slow
 def test_broken_compiler_warns_once_and_gives_the_same_bits(tmp_path: Path) -> None:
     out = run_script(tmp_path, CXX="false", TAKEBACK_CACHE=str(tmp_path / "cache"))
     assert "placed False" in out
@@ -156,6 +157,7 @@ def test_cache_folder_that_is_a_file_warns_once_and_still_places(tmp_path: Path)
     assert "cannot keep anything in the cache folder" in out
 
 
+@pytest.mark.slow
 def test_full_disk_for_the_cache_warns_once_and_still_places(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full")

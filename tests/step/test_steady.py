@@ -32,22 +32,30 @@ def steady(of: Case, steps: int = 4, **options: object) -> tb.CompiledStep:
     return step
 
 
-Steps = dict[tuple[str, str], tuple[Case, tb.CompiledStep]]
+class Steps(dict[tuple[str, str], tuple[Case, tb.CompiledStep]]):
+    """Steady steps, each made when it is first asked for."""
+
+    def __missing__(self, which: tuple[str, str]) -> tuple[Case, tb.CompiledStep]:
+        of = case(which[0], optimizer=which[1])
+        self[which] = (of, steady(of))
+        return self[which]
 
 
 @pytest.fixture(scope="module")
 def steady_steps() -> Iterator[Steps]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = {}
-    for name, optimizer in SETTINGS:
-        of = case(name, optimizer=optimizer)
-        made[name, optimizer] = (of, steady(of))
-    yield made
+    yield Steps()
     torch.set_num_threads(threads)
 
 
-each = pytest.mark.parametrize(("name", "optimizer"), SETTINGS, ids=lambda v: v)
+# Each optimizer with one of the models; what differs by the model is shown with AdamW.
+QUICK = [("mlp", "sgd"), ("resnet", "momentum"), *((name, "adamw") for name in SMALL)]
+each = pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SETTINGS],
+    ids=lambda v: v,
+)
 
 
 @each
