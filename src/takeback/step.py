@@ -158,16 +158,19 @@ class CompiledStep:
         leaves, batch_key = take_apart(batch)
         key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
+        changed: str | None = None
         for plan in self._plans.under(key):
-            if not plan.applies(leaves):
+            change = plan.change(leaves)
+            if change is not None:
+                changed = changed or change
                 continue
             try:
                 return self._use(plan, batch, leaves)
-            except HeldValueChanged as change:
-                missed = plan.executor.program.ops[change.position]
+            except HeldValueChanged as held:
+                missed = plan.executor.program.ops[held.position]
         if missed is not None:
             self._plans.missed_(missed)
-        return self._record(key, batch, leaves)
+        return self._record(key, batch, leaves, changed)
 
     def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
@@ -187,7 +190,7 @@ class CompiledStep:
 
     # -- a new plan --------------------------------------------------------------------------------------------
 
-    def _record(self, key: Hashable, batch: Batch, leaves: Sequence[torch.Tensor]) -> Any:
+    def _record(self, key: Hashable, batch: Batch, leaves: Sequence[torch.Tensor], changed: str | None) -> Any:
         options, scaling = self.options, self._scaling
         subject = subjects.build(
             self._model,
@@ -198,7 +201,7 @@ class CompiledStep:
             clip_norm=options.clip_norm,
             scaling=scaling,
         )
-        self._news.note(key)
+        self._news.note(key, changed)
         check_early(options, self._optimizer)
         recorded = RecordedStep(
             subject,

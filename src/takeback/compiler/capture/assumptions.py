@@ -1,182 +1,273 @@
-"""What a plan assumes of the Python world: every value reachable from the model and loss_fn is as it was recorded.
+"""What a plan assumes of the Python world: everything that the recorded step read is as it was.
 
-In: the objects a step can read. Out: `Assumptions`, a flat list of places (how to read it, the value it had), compared
-before every replay. A place that changes *during* the recording means that the step keeps state in Python, which a
-replay would drop; it is named.
+In: the roots from which a step reads (model, loss_fn, objects of the batch), and what was seen while it ran (ran.py).
+Out: `Assumptions`, flat lists of places (where to look, what was there), compared before every replay. Without a `Seen`
+everything reachable is written down: so it is done before a recording, to know afterwards what the step has changed.
 """
 
 from __future__ import annotations
 
+import array
 import collections
-import dis
+import contextvars
+import datetime
+import decimal
 import enum
+import fractions
 import functools
+import gc
 import itertools
+import operator
+import os
+import pathlib
 import random
 import sys
-import sysconfig
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from takeback.compiler.capture.hooks import MODULE_HOOKS
+from takeback.compiler.capture.ran import Seen, globals_named, mentioned, origin_of_module
 
-_SCALARS = (
-    *(bool, int, float, complex, str, bytes, type(None), np.generic, enum.Enum),
-    *(torch.dtype, torch.device, torch.Size, torch.memory_format),
-)
-_MOST_ARRAY_BYTES = 16 << 20  #: of one numpy array; larger ones are held by identity only
-_NOT_WALKED = frozenset(
+#: Compared by value. Of subclasses only these types' own: an object with attributes of its own is looked into.
+_VALUES = frozenset(
     (
-        *MODULE_HOOKS,
-        "_is_full_backward_hook",
-        "_non_persistent_buffers_set",
-        "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called",
-        "_forward_pre_hooks_with_kwargs",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-        "_compiled_call_impl",
+        *(bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.finfo, torch.iinfo),
+        *(decimal.Decimal, fractions.Fraction, pathlib.PurePosixPath, pathlib.PosixPath, pathlib.WindowsPath),
+        *(datetime.date, datetime.time, datetime.datetime, datetime.timedelta),
     )
 )
-#: Objects of these are not looked into; of these and of Python's own library, neither is the code.
+_MOST_BYTES = 16 << 20  #: of one array; larger ones are held by identity only
+_TABLES = ("_parameters", "_buffers", "_modules")
+#: Objects of these are not looked into: what they hold is not the step's.
 _OPAQUE = frozenset(
-    ("torch", "numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess")
+    ("numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess", "highspy")
 )
 #: Of takeback's own: what these keep never goes into a step, for while one is recorded they keep nothing.
 _OURS = ("takeback.workspace", "takeback.norm_cache", "takeback.nn.owner", "takeback.nn.invert")
-_CODE_NOT_READ = _OPAQUE | {"transformers"}
-_STDLIB = sysconfig.get_paths()["stdlib"]
-_MOST_PLACES = 1_000_000
+_MOST_PLACES = 200_000
 _MOST_ENTRIES = 10_000  #: of one container; a larger one is data: held by identity and length
 _MISSING = object()
 
 Child = tuple[object, str]
+Place = tuple[int, object]  #: the container's id, and the key in it
 
 
-def _is_opaque(module_name: object) -> bool:
-    if not isinstance(module_name, str) or module_name.startswith("torch.distributions"):
-        return not isinstance(module_name, str)
-    return module_name.partition(".")[0] in _OPAQUE or module_name.startswith(_OURS)
-
-
-def _is_library_code(module_name: object) -> bool:
-    if not isinstance(module_name, str) or module_name.partition(".")[0] in _CODE_NOT_READ:
+def _is_opaque(kind: type) -> bool:
+    """Whether objects of this class are left alone."""
+    name = kind.__module__
+    if not isinstance(name, str):
         return True
-    if module_name.startswith(_OURS):
-        return True
-    file = getattr(sys.modules.get(module_name), "__file__", None)
-    if file is None:
-        return module_name.partition(".")[0] in sys.builtin_module_names
-    return file.startswith(_STDLIB) and "site-packages" not in file
+    if name.startswith("takeback."):
+        return not issubclass(kind, torch.nn.Module) and not name.startswith("takeback.zoo")
+    return name.partition(".")[0] in _OPAQUE
 
 
 class Assumptions:
-    """Every Python value a step can read, as it was when this was made."""
+    """Every Python value that a step reads, or can read, as it was when this was made."""
 
-    def __init__(self, **roots: object) -> None:
+    def __init__(self, seen: Seen | None = None, **roots: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.objects: list[object] = []  #: whose attributes are read
+        self._seen = seen
         self._items: list[tuple[Any, Any, object, str]] = []  # container[key] was value
         self._attributes: list[tuple[Any, str, object, str]] = []  # getattr(container, key) was value
+        self._calls: list[tuple[Callable[[], object], object, str]] = []  # function() was value
         self._lengths: list[tuple[Any, int, str]] = []
+        self._tables: list[tuple[Any, frozenset[str], Collection[str] | None, str]] = []  # names, those that matter
+        self._types: list[tuple[Any, type, str]] = []
         self._sets: list[tuple[Any, frozenset[object], str]] = []
-        self._hooks: list[tuple[dict[int, object], str]] = []
-        self._named: set[str] = set()  # what the user's functions name
-        self._training: list[tuple[Any, str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
-        self._drawers: list[tuple[Any, object, str]] = []  # random number generators that are not torch's
-        seen: set[int] = set()
+        self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
+        self._paths: dict[int, str] = {}  # of tensors
+        self._extra: set[str] = set()  # names that attrgetters ask for
+        self._ids: set[int] = set()
+        self._functions: set[int] = set()  # code of functions that were looked into
+        self._by_kind: dict[type, set[str]] = {}  # what was written down of a class
+        self._mentions: dict[type, frozenset[str]] = {}
+        self._of_classes: set[Place] = set()
         pending = collections.deque((value, name) for name, value in roots.items())
+        if seen is not None:
+            pending.extend(self._globals_of_what_ran(seen))
+        self._follow(pending)
+        if seen is not None and (hidden := self._hidden(seen)):
+            self._follow(collections.deque(hidden))
+        self._seen = None
+
+    def _follow(self, pending: collections.deque[Child]) -> None:
         while pending and len(self._items) < _MOST_PLACES:
             value, path = pending.popleft()
-            if id(value) not in seen and not isinstance(value, _SCALARS):
-                seen.add(id(value))
+            if type(value) not in _VALUES and id(value) not in self._ids:
+                self._ids.add(id(value))
                 pending.extend(self._children(value, path))
-            if not pending:
-                pending.extend(self._schedules())
 
-    def _schedules(self) -> Iterator[Child]:
-        """An optimizer or scheduler changes in every step, and a Trainer holds both: only what is named is read."""
-        names = self._named | ({"_last_lr"} if "get_last_lr" in self._named else set())
-        for value, path in self._training:
-            for name in sorted(names & vars(value).keys()):
-                yield from self._attribute(value, name, f"{path}.{name}")
-        self._training = []
+    # -- what counts as read -----------------------------------------------------------------------------------
+
+    def _reads(self, value: Any) -> Collection[str] | None:
+        """The names of attributes that the step can have read of this object; None: all of them."""
+        seen = self._seen
+        if seen is None:
+            return None
+        kind = type(value)
+        exact = seen.reads.get(id(value)) if kind not in seen.unseen else None
+        if exact is None:
+            return self._mentioned(kind)
+        return self._mentioned(kind) if "__dict__" in exact and _asks_for_dict(seen) else exact
+
+    def _mentioned(self, kind: type) -> frozenset[str]:
+        """What the code mentions that may have looked at an object of this class: the user's, and that of the libraries
+        the class comes from."""
+        assert self._seen is not None
+        found = self._mentions.get(kind)
+        if found is None:
+            names = self._seen.names
+            origins = {origin_of_module(base.__module__) for base in kind.__mro__ if base is not object}
+            found = self._mentions[kind] = frozenset(self._extra).union(*(names[o] for o in origins | {"user"}))
+        return found
+
+    def _globals_of_what_ran(self, seen: Seen) -> Iterator[Child]:
+        for code, globals_ in list(seen.users_code()):
+            for name in sorted(globals_named(code)):
+                item = globals_.get(name, sys.modules.get(name, _MISSING))  # or imported inside the function
+                path = f"global {name!r} read by {code.co_qualname}"
+                if isinstance(item, types.ModuleType):
+                    yield from self._module(item, mentioned(code), path)
+                elif item is not _MISSING:
+                    if name in globals_:
+                        self._items.append((globals_, name, item, path))
+                    yield item, path
+            if {"import_module", "modules", "__import__"} & mentioned(code):
+                for name in sorted(mentioned(code) & sys.modules.keys()):
+                    yield from self._module(sys.modules[name], mentioned(code), name)
+
+    def _hidden(self, seen: Seen) -> list[Child]:
+        """Functions that ran and were not come across: their closures and defaults are read too."""
+        inner = {id(c) for code, _ in seen.codes.values() for c in code.co_consts if isinstance(c, types.CodeType)}
+        codes = [
+            code
+            for code, _ in seen.users_code()
+            if id(code) not in self._functions and id(code) not in inner and (code.co_freevars or code.co_argcount)
+        ]
+        if not codes:
+            return []
+        wanted = {id(c) for c in codes}
+        found = (f for f in gc.get_referrers(*codes) if isinstance(f, types.FunctionType))
+        return [(f, f.__qualname__) for f in found if id(f.__code__) in wanted]
 
     # -- finding places ----------------------------------------------------------------------------------------
 
     def _children(self, value: Any, path: str) -> Iterator[Child]:
-        if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind in (weakref.ProxyType, weakref.CallableProxyType):  # says of itself that it is what it stands for
+            yield value.__repr__.__self__, path
+        elif isinstance(value, torch.Tensor):
             self.tensors.append(value)
-            yield from self._mapping(vars(value), path, "{}.{}")
+            self._paths[id(value)] = path
+            yield from self._table(vars(value), path, self._reads(value))
         elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif isinstance(value, dict | list | tuple | collections.deque) and len(value) > _MOST_ENTRIES:
-            self._lengths.append((value, len(value), path))
-        elif isinstance(value, dict):
-            self._lengths.append((value, len(value), path))
-            yield from self._mapping(value, path, "{}[{!r}]")
-        elif isinstance(value, list | tuple | collections.deque):
-            self._lengths.append((value, len(value), path))
-            yield from self._mapping(dict(enumerate(value)), path, "{}[{!r}]", container=value)
+        elif isinstance(value, dict | list | tuple | collections.deque | types.MappingProxyType):
+            yield from self._container(value, path)
+            if kind.__module__ not in ("builtins", "collections"):  # a subclass may have attributes as well
+                yield from self._instance(value, path)
         elif isinstance(value, set | frozenset):
             self._sets.append((value, frozenset(value), path))
         elif isinstance(value, functools.partial):
             yield from ((value.func, path), (value.args, f"{path}.args"), (value.keywords, f"{path}.keywords"))
-        elif isinstance(value, types.MethodType):
-            yield from ((value.__self__, path), (value.__func__, path))
+        elif isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
+            yield from self._method(value, path)
         elif isinstance(value, types.FunctionType):
             yield from self._function(value, path)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield value.__wrapped__, path
         elif isinstance(value, type):
-            yield from self._class(value, path)
-        elif isinstance(value, np.ndarray):
-            if value.nbytes <= _MOST_ARRAY_BYTES:
-                self._arrays.append((value, value.tobytes(), path))
+            yield from self._class(value, path, None)
+        elif isinstance(value, np.ndarray | bytearray | array.array):
+            if memoryview(value).nbytes <= _MOST_BYTES if not isinstance(value, np.ndarray) else _is_small(value):
+                self._arrays.append((value, _content(value), path))
+        elif isinstance(value, contextvars.ContextVar):
+            yield from self._call(functools.partial(value.get, _MISSING), f"{path}.get()")
+        elif isinstance(value, weakref.ref):
+            yield from self._call(value, path)
+        elif isinstance(value, operator.attrgetter | operator.itemgetter | operator.methodcaller):
+            self._extra |= {part for a in value.__reduce__()[1] if isinstance(a, str) for part in a.split(".")}
+            self._mentions.clear()
+        elif value is os.environ:
+            for name in sorted(self._mentioned(kind) & value.keys() if self._seen is not None else ()):
+                yield from self._call(functools.partial(value.get, name), f"os.environ[{name!r}]")
         elif (state := _drawer_state(value)) is not None:
             self._drawers.append((value, state, path))
-        elif not isinstance(value, types.ModuleType | types.BuiltinFunctionType):
+        elif isinstance(value, types.ModuleType):
+            names = self._mentioned(kind) if self._seen is not None else ()
+            yield from self._module(value, names, path)
+        elif isinstance(value, types.CodeType | types.FrameType | np.generic | enum.Enum):
+            return
+        else:
             yield from self._instance(value, path)
 
-    def _mapping(
-        self,
-        mapping: dict[Any, Any],
-        path: str,
-        form: str,
-        *,
-        container: Any = None,
-        skip: frozenset[str] = frozenset(),
-    ) -> Iterator[Child]:
-        for key, item in mapping.items():
-            if key not in skip:
-                name = form.format(path, key)
-                self._items.append((mapping if container is None else container, key, item, name))
-                yield item, name
+    def _container(self, value: Any, path: str) -> Iterator[Child]:
+        self._lengths.append((value, len(value), path))
+        if len(value) > _MOST_ENTRIES:
+            return
+        if isinstance(value, dict):
+            entries: Iterator[tuple[Any, Any]] = iter(list(dict.items(value)))  # whatever a subclass makes of items()
+        else:
+            entries = iter(list(value.items() if isinstance(value, Mapping) else enumerate(value)))
+        for key, item in entries:
+            name = f"{path}[{key!r}]" if type(key) in _VALUES else f"{path}[…]"
+            self._items.append((value, key, item, name))
+            yield item, name
+
+    def _table(self, table: Any, path: str, reads: Collection[str] | None, skip: Collection[str] = ()) -> Iterator[Child]:
+        """The attributes in a `__dict__`: those that matter, and that no other that matters comes."""
+        if not table and reads is not None and not reads:
+            return
+        self._tables.append((table, frozenset(table), reads, path))
+        for name, item in tuple(table.items()):
+            if name not in skip and (reads is None or name in reads):
+                self._items.append((table, name, item, f"{path}.{name}"))
+                yield item, f"{path}.{name}"
 
     def _instance(self, value: Any, path: str) -> Iterator[Child]:
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(value, torch.nn.Module) and isinstance(attributes, dict):
-            tables = ("_parameters", "_buffers", "_modules")
-            yield from self._mapping(attributes, path, "{}.{}", skip=_NOT_WALKED | set(tables))
-            self._lengths.append((attributes, len(attributes), path))
-            self._hooks += [(attributes[kind], f"{kind[1:]} of {path}") for kind in MODULE_HOOKS]
-            for table in tables:
-                self._lengths.append((attributes[table], len(attributes[table]), f"{path}.{table}"))
-                yield from self._mapping(attributes[table], path, "{}.{}")
-        elif isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-            self._training.append((value, path))
-        elif not _is_opaque(type(value).__module__):
-            if isinstance(attributes, dict):
-                self._lengths.append((attributes, len(attributes), path))
-                yield from self._mapping(attributes, path, "{}.{}")
-            for slot in _slots(type(value)):
+        kind = type(value)
+        if _is_opaque(kind):
+            return
+        attributes = _dict_of(value)
+        reads = self._reads(value)
+        self.objects.append(value)
+        if attributes is not None or kind.__flags__ & 1 << 9:
+            self._types.append((value, kind, path))
+        shallow = reads is None and origin_of_module(kind.__module__) == "torch" and not _is_looked_into(kind)
+        if isinstance(value, torch.nn.Module) and attributes is not None:
+            yield from self._table(attributes, path, reads, skip=(*MODULE_HOOKS, *_TABLES))
+            for name in (*MODULE_HOOKS, *_TABLES):
+                table = attributes.get(name)
+                if table is not None:
+                    self._lengths.append((table, len(table), f"{path}.{name}"))
+                    for key, item in tuple(table.items()):
+                        where = f"{path}.{key}" if name in _TABLES else f"{path}.{name[1:]}[{key!r}]"
+                        self._items.append((table, key, item, where))
+                        yield item, where
+        elif attributes is not None:
+            found = tuple(self._table(attributes, path, reads))
+            yield from () if shallow else found
+        for slot in _slots(kind):
+            if reads is None or slot in reads:
                 yield from self._attribute(value, slot, f"{path}.{slot}")
-        yield type(value), type(value).__name__
+        yield from self._class(kind, kind.__qualname__, reads)
+
+    def _method(self, value: Any, path: str) -> Iterator[Child]:
+        owner = value.__self__
+        if owner is not None and not isinstance(owner, types.ModuleType):
+            yield owner, f"{path}.self" if isinstance(value, types.MethodType) else path
+        if isinstance(value, types.MethodType):
+            yield value.__func__, path
 
     def _attribute(self, container: Any, name: str, path: str) -> Iterator[Child]:
         item = getattr(container, name, _MISSING)
@@ -184,119 +275,234 @@ class Assumptions:
             self._attributes.append((container, name, item, path))
             yield item, path
 
-    def _class(self, value: type, path: str) -> Iterator[Child]:
-        """A class of the user's: its attributes are read through its instances, its functions read globals."""
-        for base in value.__mro__:
-            if _is_library_code(base.__module__):
+    def _call(self, function: Callable[[], object], path: str) -> Iterator[Child]:
+        item = function()
+        self._calls.append((function, item, path))
+        yield item, path
+
+    def _class(self, kind: type, path: str, reads: Collection[str] | None) -> Iterator[Child]:
+        """What is read of a class, through its instances or itself: attributes, and functions that ran."""
+        if self._seen is None:
+            yield from self._whole_class(kind)
+            return
+        known = self._by_kind.get(kind)
+        wanted = set(self._mentioned(kind) if reads is None else reads) - (known or set())
+        if known is not None and not wanted:
+            return
+        first = known is None
+        self._by_kind[kind] = wanted | (known or set())
+        for base in kind.__mro__:
+            origin = origin_of_module(base.__module__)
+            if origin == "python":
                 continue
-            for name, item in tuple(vars(base).items()):
-                if isinstance(item, types.FunctionType):
-                    yield item, f"{base.__name__}.{name}"
-                elif isinstance(item, property | staticmethod | classmethod):
-                    function = item.fget if isinstance(item, property) else item.__func__
-                    yield function, f"{base.__name__}.{name}"
-                elif not name.startswith("__"):
-                    yield from self._attribute(base, name, f"{base.__name__}.{name}")
+            table = vars(base)
+            name = base.__qualname__
+            if origin == "user":
+                self._tables.append((table, frozenset(table), _Relevant(wanted), name))
+            for key, item in tuple(table.items()):
+                functions = _functions_of(item)
+                if key not in wanted and not (first and any(self._seen.ran(f.__code__) for f in functions)):
+                    continue
+                if functions or origin == "user":
+                    self._of_classes.add((id(base), key))
+                    self._items.append((table, key, item, f"{name}.{key}"))
+                    yield from ((f, f"{name}.{key}") for f in functions)
+                    if not functions and origin == "user":
+                        yield item, f"{name}.{key}"
+
+    def _whole_class(self, kind: type) -> Iterator[Child]:
+        for base in kind.__mro__:
+            if origin_of_module(base.__module__) == "user":
+                for name, item in tuple(vars(base).items()):
+                    functions = _functions_of(item)
+                    yield from ((f, f"{base.__qualname__}.{name}") for f in functions)
+                    if not functions and not name.startswith("__"):
+                        yield from self._attribute(base, name, f"{base.__qualname__}.{name}")
 
     def _function(self, function: types.FunctionType, path: str) -> Iterator[Child]:
-        if _is_library_code(function.__module__):
+        seen = self._seen
+        code = function.__code__
+        if (seen is not None and not seen.ran(code)) or origin_of_module(function.__module__ or "") == "takeback":
             return
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        self._functions.add(id(code))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
             except ValueError:  # a cell that is not filled yet
                 continue
             self._attributes.append((cell, "cell_contents", content, f"variable {name!r} of {path}"))
             yield content, f"variable {name!r} of {path}"
+        self._attributes.append((function, "__code__", code, f"the code of {path}"))
         for name in ("__defaults__", "__kwdefaults__"):
-            yield from self._attribute(function, name, f"the defaults of {path}")
-        self._lengths.append((function.__dict__, len(function.__dict__), path))
-        yield from self._mapping(function.__dict__, path, "{}.{}")
-        self._named |= _names(function.__code__)
-        for name in sorted(_globals(function.__code__)):
-            item = function.__globals__.get(name, sys.modules.get(name, _MISSING))  # or imported inside the function
-            if isinstance(item, types.ModuleType):
-                if not _is_library_code(item.__name__):
-                    yield from self._module(item, function.__code__)
-            elif item is not _MISSING and not isinstance(item, types.BuiltinFunctionType):
-                self._items.append((function.__globals__, name, item, f"global {name!r} read by {path}"))
-                yield item, f"global {name!r} read by {path}"
+            if getattr(function, name) is not None:
+                yield from self._attribute(function, name, f"the defaults of {path}")
+        yield from self._table(function.__dict__, path, self._mentioned(type(function)) if seen is not None else None)
+        if seen is None and origin_of_module(function.__module__ or "") == "user":
+            for name in sorted(_all_globals(code)):
+                item = function.__globals__.get(name, _MISSING)
+                where = f"global {name!r} read by {path}"
+                if isinstance(item, types.ModuleType):
+                    yield from self._module(item, mentioned(code), where)
+                elif item is not _MISSING:
+                    self._items.append((function.__globals__, name, item, where))
+                    yield item, where
 
-    def _module(self, module: types.ModuleType, code: types.CodeType) -> Iterator[Child]:
-        """`config.ALPHA`: what a function names of a module of the user's."""
-        for name in sorted(_names(code)):
-            item = getattr(module, name, None)
-            if not isinstance(item, types.ModuleType):
-                yield from self._attribute(module, name, f"{module.__name__}.{name}")
-            elif not _is_library_code(item.__name__) and item.__name__.startswith(module.__name__ + "."):
-                yield from self._module(item, code)
+    def _module(self, module: types.ModuleType, names: Collection[str], path: str) -> Iterator[Child]:
+        """`config.ALPHA`: what a function names of a module. Of libraries only that functions are what they were."""
+        users = origin_of_module(module.__name__) == "user"
+        table = vars(module)
+        if users:
+            self._tables.append((table, frozenset(table), frozenset(names), module.__name__))
+        for name in sorted(set(names) & table.keys()):
+            item = table[name]
+            where = f"{module.__name__}.{name}"
+            if isinstance(item, types.ModuleType):
+                if item.__name__.startswith(module.__name__ + ".") and id(item) not in self._ids:
+                    self._ids.add(id(item))
+                    yield from self._module(item, names, where)
+            elif users or callable(item) or item is os.environ:
+                self._items.append((table, name, item, where))
+                if users or item is os.environ:
+                    yield item, where
+
+    def hold_(self, before: Assumptions, tensors: Collection[torch.Tensor]) -> None:
+        """Holds these tensors too, which the step used, wherever an earlier look has come across them."""
+        wanted = {id(t) for t in tensors} - {id(t) for t in self.tensors}
+        if wanted:
+            self.tensors += [t for t in tensors if id(t) in wanted]
+            self._items += [place for place in before._items if id(place[2]) in wanted]
+            self._attributes += [place for place in before._attributes if id(place[2]) in wanted]
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
-    def change(self) -> str | None:
-        """None while everything is as it was; else what changed, from what to what."""
-        for table, path in self._hooks:
-            if table:
-                return f"{path} is not empty any more"
+    def places(self) -> set[Place]:
+        """Where this looks."""
+        found: set[Place] = {(id(container), key) for container, key, _, _ in self._items if _is_hashable(key)}
+        found |= {(id(container), name) for container, name, _, _ in self._attributes} | self._of_classes
+        for table in (self._lengths, self._sets, self._arrays, self._drawers):
+            found |= {(id(container), None) for container, _, _ in table}
+        return found
+
+    def change(self, within: Collection[Place] | None = None) -> str | None:
+        """None while everything is as it was; else what changed, from what to what. `within`: only these places."""
         for container, size, path in self._lengths:
-            if len(container) != size:
+            if len(container) != size and (within is None or (id(container), None) in within):
                 return f"{path} had {size} entries and now has {len(container)}"
+        for value, kind, path in self._types:
+            if type(value) is not kind:
+                return f"{path} was a {kind.__qualname__} and is now a {type(value).__qualname__}"
         for container, key, value, path in self._items:
             try:
                 now = container[key]
-            except (KeyError, IndexError):
-                return f"{path} is gone"
-            if now is not value and not _equal(now, value):
-                return f"{path} was {_show(value)} and is now {_show(now)}"
+            except Exception:  # gone; or a mapping of the user's that raises what it likes
+                now = _MISSING
+            if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
+                return _said(path, value, now)
         for container, name, value, path in self._attributes:
             now = getattr(container, name, _MISSING)
+            if now is not value and not _equal(now, value) and (within is None or (id(container), name) in within):
+                return _said(path, value, now)
+        for table, keys, reads, path in self._tables:
+            if table.keys() != keys:
+                for name in table.keys() - keys:
+                    if (reads is None or name in reads) and (within is None or (id(table), name) in within):
+                        return _said(f"{path}.{name}", _MISSING, table[name])
+        for function, value, path in self._calls if within is None else ():
+            now = function()
             if now is not value and not _equal(now, value):
-                return f"{path} was {_show(value)} and is now {_show(now)}"
-        for array, content, path in self._arrays:
-            if array.tobytes() != content:
-                return f"{path} (a numpy array) holds other numbers"
-        for container, members, path in self._sets:
-            if members != container:
+                return _said(path, value, now)
+        for held, content, path in self._arrays:
+            if _content(held) != content and (within is None or (id(held), None) in within):
+                return f"{path} (a {type(held).__name__}) holds other numbers"
+        for members, then, path in self._sets:
+            if then != members and (within is None or (id(members), None) in within):
                 return f"{path} has other members"
         return None
 
-    def drawn(self) -> str | None:
-        """A random number generator of Python's or numpy's that was used since; a replay would not draw again."""
-        return next((path for drawer, state, path in self._drawers if _drawer_state(drawer) != state), None)
+    def drawn(self, within: Collection[Place]) -> str | None:
+        """Something that gives another value each time it is asked, and was asked since; a replay would not ask."""
+        return next(
+            (path for d, state, path in self._drawers if (id(d), None) in within and _drawer_state(d) != state), None
+        )
 
-    def restore_(self) -> None:
+    def iterator(self) -> str | None:
+        """An iterator that the step reads from, of which nobody can say whether it went on."""
+        return next((path for _, state, path in self._drawers if state is _UNKNOWN), None)
+
+    def restore_(self, within: Collection[Place] | None = None) -> None:
         """Puts back every place that changed, after a recording that is refused."""
         for container, size, _ in self._lengths:
-            if isinstance(container, list) and len(container) > size:
-                del container[size:]
-            elif isinstance(container, dict):
-                for key in list(container)[size:]:  # what the step has added comes last
-                    del container[key]
+            if within is None or (id(container), None) in within:
+                if isinstance(container, list) and len(container) > size:
+                    del container[size:]
+                elif isinstance(container, dict):
+                    for key in list(container)[size:]:  # what the step has added comes last
+                        del container[key]
+        for table, keys, _, _ in self._tables:
+            for name in [n for n in table if n not in keys] if isinstance(table, dict) else ():
+                if within is None or (id(table), name) in within:
+                    del table[name]
         for container, key, value, _ in self._items:
-            if not isinstance(container, tuple) and (key in container if isinstance(container, dict) else True):
-                container[key] = value
-        for array, content, _ in self._arrays:
-            if array.tobytes() != content:
-                array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
+            if isinstance(container, dict | list | collections.deque) and (within is None or (id(container), key) in within):
+                if not isinstance(container, dict) or key in container:
+                    container[key] = value
+        for held, content, _ in self._arrays:
+            if _content(held) != content and (within is None or (id(held), None) in within):
+                _put_back_(held, content)
         for container, name, value, _ in self._attributes:
-            if getattr(container, name, _MISSING) is not value:
+            if getattr(container, name, _MISSING) is not value and (within is None or (id(container), name) in within):
                 setattr(container, name, value)
 
 
-@functools.cache
-def _names(code: types.CodeType) -> frozenset[str]:
-    """Every global or attribute that a function's code names, inner functions and comprehensions included."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*(_names(c) for c in inner))
+class _Relevant(frozenset[str]):
+    """Names of attributes of a class: besides those that were read, every one that Python asks for by itself."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name in _SPECIAL)
+
+
+_SPECIAL = frozenset(
+    ("__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__bool__", "__eq__")
+    + ("__contains__", "__enter__", "__exit__", "__add__", "__mul__", "__matmul__", "__float__", "__int__")
+)
 
 
 @functools.cache
-def _globals(code: types.CodeType) -> frozenset[str]:
-    """Of those the globals and imports alone: `out.loss` does not read a global `loss`."""
+def _all_globals(code: types.CodeType) -> frozenset[str]:
+    """The globals that a function names, inner functions and comprehensions included."""
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    loads = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
-    own = frozenset(str(i.argval) for i in dis.get_instructions(code) if i.opname in loads)
-    return own.union(*(_globals(c) for c in inner))
+    return globals_named(code).union(*(_all_globals(c) for c in inner))
+
+
+def _asks_for_dict(seen: Seen) -> bool:
+    """Whether code of the user's looks into a `__dict__` by itself, and so reads what no class can tell."""
+    return bool(seen.names["user"] & {"__dict__", "vars", "asdict"})
+
+
+def _functions_of(item: object) -> tuple[types.FunctionType, ...]:
+    """The functions in a class's table: methods, and what properties and the like are made of."""
+    if isinstance(item, property):
+        found: tuple[object, ...] = (item.fget, item.fset)
+    elif isinstance(item, staticmethod | classmethod):
+        found = (item.__func__,)
+    elif isinstance(item, functools.cached_property):
+        found = (item.func,)
+    else:
+        found = (item,)
+    return tuple(f for f in found if isinstance(f, types.FunctionType))
+
+
+def _is_looked_into(kind: type) -> bool:
+    return issubclass(kind, torch.nn.Module) or kind.__module__.startswith("torch.distributions")
+
+
+def _dict_of(value: object) -> dict[str, Any] | None:
+    """`__dict__` as it is, past what the class makes of attributes."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _slots(kind: type) -> list[str]:
@@ -305,6 +511,9 @@ def _slots(kind: type) -> list[str]:
         slots = vars(base).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else list(slots)
     return [s for s in found if s not in ("__dict__", "__weakref__")]
+
+
+_UNKNOWN = object()
 
 
 def _drawer_state(value: object) -> object:
@@ -320,20 +529,53 @@ def _drawer_state(value: object) -> object:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return repr((frame.f_lasti, frame.f_locals)) if frame is not None else "finished"
-    if hasattr(value, "__next__") and hasattr(value, "__length_hint__"):
-        return value.__length_hint__()
-    return None
+    kind = type(value)
+    if not hasattr(kind, "__next__"):
+        return None
+    if hasattr(kind, "__length_hint__"):
+        return operator.length_hint(value)
+    return _UNKNOWN if kind.__module__ in ("builtins", "itertools") else None  # of others the attributes are seen
+
+
+def _is_hashable(key: object) -> bool:
+    return type(key).__hash__ is not None
+
+
+def _is_small(value: np.ndarray[Any, Any]) -> bool:
+    return value.nbytes <= _MOST_BYTES
+
+
+def _content(value: Any) -> bytes:
+    return bytes(value) if isinstance(value, bytearray) else bytes(value.tobytes())
+
+
+def _put_back_(value: Any, content: bytes) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
+    else:
+        memoryview(value).cast("B")[:] = content
 
 
 def _equal(now: object, then: object) -> bool:
-    if type(now) is not type(then) or not isinstance(now, _SCALARS):
+    if type(now) is not type(then):
         return False
-    return now.hex() == then.hex() if isinstance(now, float) and isinstance(then, float) else bool(now == then)
+    if isinstance(now, float) and isinstance(then, float):
+        return type(now) is float and now.hex() == then.hex()
+    if type(now) in _VALUES or isinstance(now, np.generic | enum.Enum):
+        return bool(now == then)
+    # A bound method is made anew each time it is asked for.
+    return isinstance(now, types.MethodType | types.BuiltinMethodType) and now == then
+
+
+def _said(path: str, then: object, now: object) -> str:
+    return f"{path}: {_show(then)} is now {_show(now)}"
 
 
 def _show(value: object) -> str:
-    if isinstance(value, _SCALARS):
+    if type(value) in _VALUES or isinstance(value, np.generic | enum.Enum):
         return repr(value)
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, types.FunctionType):
+        return f"the function {value.__qualname__}"
     return "missing" if value is _MISSING else f"a {type(value).__name__}"

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.capture.assumptions import Assumptions
+from takeback.compiler.capture.assumptions import Assumptions, Place
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, tensors_of
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
+from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
@@ -63,7 +64,7 @@ def capture(
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
     what takes back all that the step writes, before it writes anything."""
-    first = _assume(subject, args, kwargs)
+    first = _look(subject, args, kwargs)
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
     }
@@ -71,16 +72,17 @@ def capture(
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
         try:
-            return _attempt(subject, args, kwargs, recording, real, on_abort)
+            return _attempt(subject, args, kwargs, first, recording, real, on_abort)
         except _KeptState as kept:
             for generator, state in states:
                 generator.set_state(state)
-            got = _attempt(subject, args, kwargs, recording, real, on_abort)
+            again = _look(subject, args, kwargs)
+            got = _attempt(subject, args, kwargs, again, recording, real, on_abort)
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
             return got
     except _KeptState as kept:
-        first.restore_()
+        first.restore_(kept.within)
         raise CaptureError(str(kept)) from None
 
 
@@ -103,27 +105,34 @@ def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]
             )
 
 
-def _assume(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Assumptions:
-    return Assumptions(model=subject.model, loss_fn=subject.loss_fn, arguments=tuple(objects_of((args, kwargs))))
+def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None) -> Assumptions:
+    """What the step reads, if it was seen; else whatever is in its reach."""
+    arguments = tuple(objects_of((args, kwargs)))
+    return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments)
 
 
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
-    def __init__(self, reason: str, new_state: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, reason: str, new_state: Sequence[torch.Tensor] = (), within: Collection[Place] | None = None
+    ) -> None:
         super().__init__(reason)
         self.new_state = new_state  #: what the step made and wrote, as it was before it was written
+        self.within = within  #: the places that it read
 
 
 def _attempt(
     subject: Subject,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    before: Assumptions,
     recording: Recordings | None,
     real: bool,
     on_abort: Callable[[Callable[[], None]], None],
 ) -> Capture:
-    assumptions = _assume(subject, args, kwargs)
+    onlooker = Onlooker(before.objects)
+    on_abort(onlooker.stop_)
     for p in subject.parameters:
         p.grad = None
     torch.clear_autocast_cache()  # casts of the weights made before belong to the step, and must be in the program
@@ -136,20 +145,21 @@ def _attempt(
             batch,
             log,
             real,
-            reachable=assumptions.tensors,
-            generators=assumptions.generators if real else (),
+            reachable=before.tensors,
+            generators=before.generators if real else (),
             held=functools.partial(_held_by, subject.model),
         )
         on_abort(recorder.undo_)
         try:
-            with tripwires(), torch.enable_grad():
-                ran = _run(subject, recorder, args, kwargs, assumptions.tensors)
+            with tripwires(), torch.enable_grad(), onlooker:
+                ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
             recorder.undo_()
             for p in subject.parameters:
                 p.grad = None
             raise
-    return _finish(subject, recorder, assumptions, ran, log.events if log is not None else ())
+    assumptions = _look(subject, args, kwargs, onlooker.seen)
+    return _finish(subject, recorder, before, assumptions, ran, log.events if log is not None else ())
 
 
 def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -225,7 +235,12 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _finish(
-    subject: Subject, recorder: Recorder, assumptions: Assumptions, ran: _Ran, events: Sequence[AllocatorEvent]
+    subject: Subject,
+    recorder: Recorder,
+    before: Assumptions,
+    assumptions: Assumptions,
+    ran: _Ran,
+    events: Sequence[AllocatorEvent],
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = tensors_of(ran.aux)
@@ -233,12 +248,13 @@ def _finish(
     found_inf = subject.scaling.found_inf if subject.scaling is not None else None
     given = [ran.loss, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
-    reason = _kept(recorder, assumptions, given)
+    within = assumptions.places()
+    reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
         recorder.undo_()
         for p in subject.parameters:
             p.grad = None
-        raise _KeptState(reason, recorder.new_state)
+        raise _KeptState(reason, recorder.new_state, within)
     program = recorder.program(
         recorder.region(ran.loss),
         tuple(recorder.region(t) for t in aux_tensors),
@@ -248,6 +264,7 @@ def _finish(
     )
     if found_inf is not None:
         program = replace(program, found_inf=recorder.region(found_inf))
+    assumptions.hold_(before, list(program.externals.values()))
     aux = map_tensors(ran.aux, lambda t: t.detach())
     counter = iter(range(len(aux_tensors)))
     form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
@@ -264,7 +281,13 @@ def _finish(
     )
 
 
-def _kept(recorder: Recorder, assumptions: Assumptions, given: Sequence[torch.Tensor]) -> str | None:
+def _kept(
+    recorder: Recorder,
+    before: Assumptions,
+    assumptions: Assumptions,
+    within: Collection[Place],
+    given: Sequence[torch.Tensor],
+) -> str | None:
     """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""
     escaped = recorder.escaped(given)
     if escaped is not None:
@@ -281,13 +304,13 @@ def _kept(recorder: Recorder, assumptions: Assumptions, given: Sequence[torch.Te
             f"(numpy, a C++ extension). A replay would use the same data for ever. Make it before the step and pass "
             f"it in."
         )
-    drawn = assumptions.drawn()
+    drawn = before.drawn(within) or assumptions.iterator()
     if drawn is not None:
         return (
             f"the step keeps state in Python: it draws from {drawn}, and a replay would use the first draw for ever. "
             f"Draw before the step and pass the result in as a tensor, or draw with torch."
         )
-    changed = assumptions.change()
+    changed = before.change(within)
     if changed is not None:
         return (
             f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "

@@ -147,15 +147,16 @@ class NewPlans:
     def steady(self) -> None:
         self._keys.clear()
 
-    def note(self, key: Hashable) -> None:
+    def note(self, key: Hashable, changed: str | None = None) -> None:
+        """`changed`: why the plan for this key could not be used, if there is one."""
         self._keys.append(key)
         if len(self._keys) < _NEW_PLANS_BEFORE_WARNING or self._warned:
             return
         self._warned = True
-        varies = _difference(self._keys[-2], self._keys[-1])
         same = self._keys[-2] == self._keys[-1]
+        varies = changed if same and changed else _difference(self._keys[-2], self._keys[-1])
         advice = (
-            "Pass such a value as a tensor, or change it between steps only."
+            "If the step needs a number that changes, pass it as an argument or a tensor; if not, do not read it there."
             if same
             else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
         )

@@ -53,12 +53,13 @@ class Plan:
         """What the eager step takes above what is resident: so much does comparing with it."""
         return eager_peak(self.original).transient_bytes
 
-    def applies(self, leaves: Sequence[torch.Tensor]) -> bool:
+    def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
+        """None while the plan may be used; else what is different, in words."""
         if self.update is not None and not self.update.still_applies():
-            return False
+            return "the optimizer's groups, flags or state are others"
         if self.executor.written_leaves and len({t.untyped_storage().data_ptr() for t in leaves}) < len(leaves):
-            return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew
-        return self.watch.change(leaves) is None
+            return "the step writes a batch tensor, and others share its memory this time"
+        return self.watch.change(leaves)
 
     def has_state_now(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the update could be in the plan, and is not because there was no state when it was made."""
