@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,3 +181,8 @@ def parse_bytes(size: str | int) -> int:
     if match is None or match[2].lower() not in _UNITS or not 0 < float(match[1]) < 2**63:
         raise OptionError(f"a size such as '24GiB', '512MiB' or a number of bytes is needed, got {size!r}")
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, for whoever has to watch what a user's code reads there."""
+    return os.environ

@@ -20,10 +20,11 @@ import torch
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
 from takeback.compiler.capture.finish import check_early, finish_program, why_own_step
+from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
-from takeback.compiler.capture.watch import Watch, ambient
+from takeback.compiler.capture.watch import Watch
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home

@@ -8,6 +8,7 @@ everything reachable is written down: so it is done before a recording, to know 
 from __future__ import annotations
 
 import array
+import builtins
 import collections
 import contextvars
 import datetime
@@ -18,10 +19,10 @@ import functools
 import gc
 import itertools
 import operator
-import os
 import pathlib
 import random
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,7 +32,16 @@ import numpy as np
 import torch
 
 from takeback.compiler.capture.hooks import MODULE_HOOKS
-from takeback.compiler.capture.ran import Seen, globals_named, mentioned, origin_of_module
+from takeback.compiler.capture.ran import (
+    EVERYTHING,
+    Seen,
+    globals_named,
+    is_installed,
+    mentioned,
+    origin_of_class,
+    origin_of_module,
+)
+from takeback.options import environment
 
 #: Compared by value. Of subclasses only these types' own: an object with attributes of its own is looked into.
 _VALUES = frozenset(
@@ -53,6 +63,8 @@ _OURS = ("takeback.workspace", "takeback.norm_cache", "takeback.nn.owner", "take
 _MOST_PLACES = 200_000
 _MOST_ENTRIES = 10_000  #: of one container; a larger one is data: held by identity and length
 _MISSING = object()
+_BY_NAME = frozenset(("import_module", "modules", "__import__"))  #: code that mentions these may get at any module
+_ENVIRONMENT = frozenset(("environ", "getenv"))
 
 Child = tuple[object, str]
 Place = tuple[int, object]  #: the container's id, and the key in it
@@ -76,12 +88,15 @@ class Assumptions:
         self.generators: list[torch.Generator] = []
         self.objects: list[object] = []  #: whose attributes are read
         self._seen = seen
-        self._items: list[tuple[Any, Any, object, str]] = []  # container[key] was value
+        self._items: list[tuple[Any, Any, object, str]] = []  # dict.get(container, key) was value
+        self._indexed: list[tuple[Any, Any, object, str]] = []  # container[key] was value, of what is no dict
         self._attributes: list[tuple[Any, str, object, str]] = []  # getattr(container, key) was value
         self._calls: list[tuple[Callable[[], object], object, str]] = []  # function() was value
+        self._empty: list[tuple[Any, Collection[str] | None, str]] = []  # had no entries
         self._lengths: list[tuple[Any, int, str]] = []
+        self._orders: list[tuple[dict[Any, Any], tuple[object, ...], str]] = []  # keys, in order
         self._tables: list[tuple[Any, frozenset[str], Collection[str] | None, str]] = []  # names, those that matter
-        self._types: list[tuple[Any, type, str]] = []
+        self._types: list[tuple[Any, type, dict[str, Any] | None, str]] = []
         self._sets: list[tuple[Any, frozenset[object], str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
@@ -99,6 +114,7 @@ class Assumptions:
         if seen is not None and (hidden := self._hidden(seen)):
             self._follow(collections.deque(hidden))
         self._seen = None
+        self._containers = [container for container, _, _ in self._empty]
 
     def _follow(self, pending: collections.deque[Child]) -> None:
         while pending and len(self._items) < _MOST_PLACES:
@@ -118,7 +134,7 @@ class Assumptions:
         exact = seen.reads.get(id(value)) if kind not in seen.unseen else None
         if exact is None:
             return self._mentioned(kind)
-        return self._mentioned(kind) if "__dict__" in exact and _asks_for_dict(seen) else exact
+        return vars(value).keys() | exact if EVERYTHING in exact else exact
 
     def _mentioned(self, kind: type) -> frozenset[str]:
         """What the code mentions that may have looked at an object of this class: the user's, and that of the libraries
@@ -127,24 +143,33 @@ class Assumptions:
         found = self._mentions.get(kind)
         if found is None:
             names = self._seen.names
-            origins = {origin_of_module(base.__module__) for base in kind.__mro__ if base is not object}
+            origins = {origin_of_class(base) for base in kind.__mro__ if base is not object}
             found = self._mentions[kind] = frozenset(self._extra).union(*(names[o] for o in origins | {"user"}))
         return found
 
     def _globals_of_what_ran(self, seen: Seen) -> Iterator[Child]:
         for code, globals_ in list(seen.users_code()):
-            for name in sorted(globals_named(code)):
-                item = globals_.get(name, sys.modules.get(name, _MISSING))  # or imported inside the function
-                path = f"global {name!r} read by {code.co_qualname}"
-                if isinstance(item, types.ModuleType):
-                    yield from self._module(item, mentioned(code), path)
-                elif item is not _MISSING:
-                    if name in globals_:
-                        self._items.append((globals_, name, item, path))
+            yield from self._globals_read_by(code, globals_)
+
+    def _globals_read_by(self, code: types.CodeType, globals_: dict[str, Any]) -> Iterator[Child]:
+        for name in sorted(globals_named(code)):
+            item = globals_.get(name, sys.modules.get(name, _MISSING))  # or imported inside the function
+            path = f"global {name!r} read by {code.co_qualname}"
+            if _is(item, types.ModuleType):
+                yield from self._module(item, mentioned(code), path)
+            elif name in globals_ or name in vars(builtins):  # one of Python's own may be hidden by another, later
+                self._items.append((globals_, name, item, path))
+                if item is not _MISSING:
                     yield item, path
-            if {"import_module", "modules", "__import__"} & mentioned(code):
-                for name in sorted(mentioned(code) & sys.modules.keys()):
-                    yield from self._module(sys.modules[name], mentioned(code), name)
+        names = mentioned(code)
+        if not _BY_NAME.isdisjoint(names):
+            texts = {v for n in names if isinstance(v := globals_.get(n), str)}
+            for name in sorted((names | texts) & sys.modules.keys()):
+                yield from self._module(sys.modules[name], names, name)
+        if not _ENVIRONMENT.isdisjoint(names):
+            table = environment()
+            for name in sorted(names & table.keys()):
+                yield from self._call(functools.partial(table.get, name), f"the environment variable {name}")
 
     def _hidden(self, seen: Seen) -> list[Child]:
         """Functions that ran and were not come across: their closures and defaults are read too."""
@@ -163,70 +188,86 @@ class Assumptions:
     # -- finding places ----------------------------------------------------------------------------------------
 
     def _children(self, value: Any, path: str) -> Iterator[Child]:
-        kind = type(value)
+        kind = type(value)  # not isinstance(), which asks the object
         if kind in (weakref.ProxyType, weakref.CallableProxyType):  # says of itself that it is what it stands for
             yield value.__repr__.__self__, path
-        elif isinstance(value, torch.Tensor):
+        elif issubclass(kind, torch.Tensor):
             self.tensors.append(value)
             self._paths[id(value)] = path
             yield from self._table(vars(value), path, self._reads(value))
-        elif isinstance(value, torch.Generator):
+        elif issubclass(kind, torch.Generator):
             self.generators.append(value)
-        elif isinstance(value, dict | list | tuple | collections.deque | types.MappingProxyType):
+        elif issubclass(kind, dict | list | tuple | collections.deque | types.MappingProxyType):
             yield from self._container(value, path)
             if kind.__module__ not in ("builtins", "collections"):  # a subclass may have attributes as well
                 yield from self._instance(value, path)
-        elif isinstance(value, set | frozenset):
-            self._sets.append((value, frozenset(value), path))
-        elif isinstance(value, functools.partial):
+        elif issubclass(kind, set | frozenset):
+            if value:
+                self._sets.append((value, frozenset(value), path))
+            else:
+                self._empty.append((value, None, path))
+        elif issubclass(kind, functools.partial):
             yield from ((value.func, path), (value.args, f"{path}.args"), (value.keywords, f"{path}.keywords"))
-        elif isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
+        elif issubclass(kind, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
             yield from self._method(value, path)
-        elif isinstance(value, types.FunctionType):
+        elif issubclass(kind, types.FunctionType):
             yield from self._function(value, path)
-        elif isinstance(value, functools._lru_cache_wrapper):
-            yield value.__wrapped__, path
-        elif isinstance(value, type):
+        elif issubclass(kind, functools._lru_cache_wrapper):
+            yield from self._cached(value.__wrapped__, path)
+        elif issubclass(kind, type):
             yield from self._class(value, path, None)
-        elif isinstance(value, np.ndarray | bytearray | array.array):
-            if memoryview(value).nbytes <= _MOST_BYTES if not isinstance(value, np.ndarray) else _is_small(value):
+            if type(value) is not type:
+                yield type(value), path
+        elif issubclass(kind, np.ndarray | bytearray | array.array):
+            if (value.nbytes if issubclass(kind, np.ndarray) else memoryview(value).nbytes) <= _MOST_BYTES:
                 self._arrays.append((value, _content(value), path))
-        elif isinstance(value, contextvars.ContextVar):
+        elif issubclass(kind, contextvars.ContextVar):
             yield from self._call(functools.partial(value.get, _MISSING), f"{path}.get()")
-        elif isinstance(value, weakref.ref):
+        elif issubclass(kind, weakref.ref):
             yield from self._call(value, path)
-        elif isinstance(value, operator.attrgetter | operator.itemgetter | operator.methodcaller):
+        elif issubclass(kind, operator.attrgetter | operator.itemgetter | operator.methodcaller):
             self._extra |= {part for a in value.__reduce__()[1] if isinstance(a, str) for part in a.split(".")}
             self._mentions.clear()
-        elif value is os.environ:
-            for name in sorted(self._mentioned(kind) & value.keys() if self._seen is not None else ()):
-                yield from self._call(functools.partial(value.get, name), f"os.environ[{name!r}]")
         elif (state := _drawer_state(value)) is not None:
             self._drawers.append((value, state, path))
-        elif isinstance(value, types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
             names = self._mentioned(kind) if self._seen is not None else ()
             yield from self._module(value, names, path)
-        elif isinstance(value, types.CodeType | types.FrameType | np.generic | enum.Enum):
+        elif issubclass(kind, threading.local):
+            yield from self._table(value.__dict__, path, self._reads(value))
+        elif issubclass(kind, types.CodeType | types.FrameType | np.generic | enum.Enum):
             return
         else:
             yield from self._instance(value, path)
 
+    def _length(self, value: Any, path: str) -> None:
+        if value:
+            self._lengths.append((value, len(value), path))
+        else:
+            self._empty.append((value, None, path))
+
     def _container(self, value: Any, path: str) -> Iterator[Child]:
-        self._lengths.append((value, len(value), path))
+        self._length(value, path)
         if len(value) > _MOST_ENTRIES:
             return
+        places = self._items if isinstance(value, dict) else self._indexed
         if isinstance(value, dict):
+            if len(value) > 1:
+                self._orders.append((value, tuple(dict.keys(value)), path))
             entries: Iterator[tuple[Any, Any]] = iter(list(dict.items(value)))  # whatever a subclass makes of items()
         else:
             entries = iter(list(value.items() if isinstance(value, Mapping) else enumerate(value)))
         for key, item in entries:
             name = f"{path}[{key!r}]" if type(key) in _VALUES else f"{path}[…]"
-            self._items.append((value, key, item, name))
+            places.append((value, key, item, name))
             yield item, name
 
-    def _table(self, table: Any, path: str, reads: Collection[str] | None, skip: Collection[str] = ()) -> Iterator[Child]:
+    def _table(
+        self, table: Any, path: str, reads: Collection[str] | None, skip: Collection[str] = ()
+    ) -> Iterator[Child]:
         """The attributes in a `__dict__`: those that matter, and that no other that matters comes."""
-        if not table and reads is not None and not reads:
+        if not table:
+            self._empty.append((table, reads, path))
             return
         self._tables.append((table, frozenset(table), reads, path))
         for name, item in tuple(table.items()):
@@ -242,14 +283,14 @@ class Assumptions:
         reads = self._reads(value)
         self.objects.append(value)
         if attributes is not None or kind.__flags__ & 1 << 9:
-            self._types.append((value, kind, path))
+            self._types.append((value, kind, attributes, path))
         shallow = reads is None and origin_of_module(kind.__module__) == "torch" and not _is_looked_into(kind)
-        if isinstance(value, torch.nn.Module) and attributes is not None:
+        if issubclass(kind, torch.nn.Module) and attributes is not None:
             yield from self._table(attributes, path, reads, skip=(*MODULE_HOOKS, *_TABLES))
             for name in (*MODULE_HOOKS, *_TABLES):
                 table = attributes.get(name)
                 if table is not None:
-                    self._lengths.append((table, len(table), f"{path}.{name}"))
+                    self._length(table, f"{path}.{name}")
                     for key, item in tuple(table.items()):
                         where = f"{path}.{key}" if name in _TABLES else f"{path}.{name[1:]}[{key!r}]"
                         self._items.append((table, key, item, where))
@@ -292,7 +333,7 @@ class Assumptions:
         first = known is None
         self._by_kind[kind] = wanted | (known or set())
         for base in kind.__mro__:
-            origin = origin_of_module(base.__module__)
+            origin = origin_of_class(base)
             if origin == "python":
                 continue
             table = vars(base)
@@ -305,14 +346,14 @@ class Assumptions:
                     continue
                 if functions or origin == "user":
                     self._of_classes.add((id(base), key))
-                    self._items.append((table, key, item, f"{name}.{key}"))
+                    self._indexed.append((table, key, item, f"{name}.{key}"))
                     yield from ((f, f"{name}.{key}") for f in functions)
                     if not functions and origin == "user":
                         yield item, f"{name}.{key}"
 
     def _whole_class(self, kind: type) -> Iterator[Child]:
         for base in kind.__mro__:
-            if origin_of_module(base.__module__) == "user":
+            if _is_the_users_own(base.__module__):
                 for name, item in tuple(vars(base).items()):
                     functions = _functions_of(item)
                     yield from ((f, f"{base.__qualname__}.{name}") for f in functions)
@@ -322,6 +363,7 @@ class Assumptions:
     def _function(self, function: types.FunctionType, path: str) -> Iterator[Child]:
         seen = self._seen
         code = function.__code__
+        yield from self._table(function.__dict__, path, self._mentioned(type(function)) if seen is not None else None)
         if (seen is not None and not seen.ran(code)) or origin_of_module(function.__module__ or "") == "takeback":
             return
         self._functions.add(id(code))
@@ -336,16 +378,22 @@ class Assumptions:
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name) is not None:
                 yield from self._attribute(function, name, f"the defaults of {path}")
-        yield from self._table(function.__dict__, path, self._mentioned(type(function)) if seen is not None else None)
-        if seen is None and origin_of_module(function.__module__ or "") == "user":
+        if seen is None and _is_the_users_own(function.__module__ or ""):
             for name in sorted(_all_globals(code)):
                 item = function.__globals__.get(name, _MISSING)
                 where = f"global {name!r} read by {path}"
-                if isinstance(item, types.ModuleType):
+                if _is(item, types.ModuleType):
                     yield from self._module(item, mentioned(code), where)
                 elif item is not _MISSING:
                     self._items.append((function.__globals__, name, item, where))
                     yield item, where
+
+    def _cached(self, function: Any, path: str) -> Iterator[Child]:
+        """A function whose results are remembered: it need not have run to be read."""
+        if isinstance(function, types.FunctionType) and self._seen is not None:
+            self._seen.codes.setdefault(id(function.__code__), (function.__code__, function.__globals__))
+            yield from self._globals_read_by(function.__code__, function.__globals__)
+        yield function, path
 
     def _module(self, module: types.ModuleType, names: Collection[str], path: str) -> Iterator[Child]:
         """`config.ALPHA`: what a function names of a module. Of libraries only that functions are what they were."""
@@ -356,45 +404,66 @@ class Assumptions:
         for name in sorted(set(names) & table.keys()):
             item = table[name]
             where = f"{module.__name__}.{name}"
-            if isinstance(item, types.ModuleType):
+            if _is(item, types.ModuleType):
                 if item.__name__.startswith(module.__name__ + ".") and id(item) not in self._ids:
                     self._ids.add(id(item))
                     yield from self._module(item, names, where)
-            elif users or callable(item) or item is os.environ:
+            elif users or callable(item):
                 self._items.append((table, name, item, where))
-                if users or item is os.environ:
+                if users:
                     yield item, where
 
     def hold_(self, before: Assumptions, tensors: Collection[torch.Tensor]) -> None:
-        """Holds these tensors too, which the step used, wherever an earlier look has come across them."""
-        wanted = {id(t) for t in tensors} - {id(t) for t in self.tensors}
-        if wanted:
-            self.tensors += [t for t in tensors if id(t) in wanted]
+        """Holds what an earlier look has come across in the bytes of these tensors, which the step used, and this one
+        has not."""
+        used = {t.untyped_storage()._cdata for t in tensors}
+        known = {id(t) for t in self.tensors}
+        strided = (t for t in before.tensors if t.layout is torch.strided and id(t) not in known)
+        found = {id(t): t for t in strided if t.untyped_storage()._cdata in used}
+        if wanted := found.keys():
+            self.tensors += found.values()
             self._items += [place for place in before._items if id(place[2]) in wanted]
+            self._indexed += [place for place in before._indexed if id(place[2]) in wanted]
             self._attributes += [place for place in before._attributes if id(place[2]) in wanted]
 
     # -- comparing ---------------------------------------------------------------------------------------------
 
     def places(self) -> set[Place]:
         """Where this looks."""
-        found: set[Place] = {(id(container), key) for container, key, _, _ in self._items if _is_hashable(key)}
+        found: set[Place] = {(id(container), key) for container, key, _, _ in (*self._items, *self._indexed)}
         found |= {(id(container), name) for container, name, _, _ in self._attributes} | self._of_classes
-        for table in (self._lengths, self._sets, self._arrays, self._drawers):
+        for table in (self._lengths, self._orders, self._sets, self._arrays, self._drawers):
             found |= {(id(container), None) for container, _, _ in table}
         return found
 
-    def change(self, within: Collection[Place] | None = None) -> str | None:
+    def change(self, within: set[Place] | None = None) -> str | None:
         """None while everything is as it was; else what changed, from what to what. `within`: only these places."""
+        if any(self._containers):
+            for container, reads, path in self._empty:
+                for name in container if isinstance(container, dict) else range(len(container)):
+                    places = (id(container), name), (id(container), None)
+                    if (reads is None or name in reads) and (within is None or not within.isdisjoint(places)):
+                        return f"{path} had no entries and now has {len(container)}"
         for container, size, path in self._lengths:
             if len(container) != size and (within is None or (id(container), None) in within):
                 return f"{path} had {size} entries and now has {len(container)}"
-        for value, kind, path in self._types:
+        for mapping, order, path in self._orders:
+            if tuple(dict.keys(mapping)) != order and (within is None or (id(mapping), None) in within):
+                return f"the entries of {path} are in another order"
+        for value, kind, table, path in self._types:
             if type(value) is not kind:
                 return f"{path} was a {kind.__qualname__} and is now a {type(value).__qualname__}"
+            if table is not None and _dict_of(value) is not table:
+                return f"{path} has got another __dict__"
+        get = dict.get  # whatever a subclass makes of it
         for container, key, value, path in self._items:
+            now = get(container, key, _MISSING)
+            if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
+                return _said(path, value, now)
+        for container, key, value, path in self._indexed:
             try:
                 now = container[key]
-            except Exception:  # gone; or a mapping of the user's that raises what it likes
+            except (IndexError, KeyError):
                 now = _MISSING
             if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
                 return _said(path, value, now)
@@ -419,7 +488,7 @@ class Assumptions:
                 return f"{path} has other members"
         return None
 
-    def drawn(self, within: Collection[Place]) -> str | None:
+    def drawn(self, within: set[Place]) -> str | None:
         """Something that gives another value each time it is asked, and was asked since; a replay would not ask."""
         return next(
             (path for d, state, path in self._drawers if (id(d), None) in within and _drawer_state(d) != state), None
@@ -429,8 +498,14 @@ class Assumptions:
         """An iterator that the step reads from, of which nobody can say whether it went on."""
         return next((path for _, state, path in self._drawers if state is _UNKNOWN), None)
 
-    def restore_(self, within: Collection[Place] | None = None) -> None:
+    def restore_(self, within: set[Place] | None = None) -> None:
         """Puts back every place that changed, after a recording that is refused."""
+        for container, _, _ in self._empty:
+            for name in list(container) if isinstance(container, dict) else ():
+                if within is None or (id(container), name) in within:
+                    del container[name]
+            if isinstance(container, list) and container and (within is None or (id(container), 0) in within):
+                container.clear()
         for container, size, _ in self._lengths:
             if within is None or (id(container), None) in within:
                 if isinstance(container, list) and len(container) > size:
@@ -443,9 +518,11 @@ class Assumptions:
                 if within is None or (id(table), name) in within:
                     del table[name]
         for container, key, value, _ in self._items:
-            if isinstance(container, dict | list | collections.deque) and (within is None or (id(container), key) in within):
-                if not isinstance(container, dict) or key in container:
-                    container[key] = value
+            if key in container and (within is None or (id(container), key) in within):
+                dict.__setitem__(container, key, value)
+        for container, key, value, _ in self._indexed:
+            if isinstance(container, list | collections.deque) and (within is None or (id(container), key) in within):
+                container[key] = value
         for held, content, _ in self._arrays:
             if _content(held) != content and (within is None or (id(held), None) in within):
                 _put_back_(held, content)
@@ -462,8 +539,10 @@ class _Relevant(frozenset[str]):
 
 
 _SPECIAL = frozenset(
-    ("__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__bool__", "__eq__")
-    + ("__contains__", "__enter__", "__exit__", "__add__", "__mul__", "__matmul__", "__float__", "__int__")
+    (
+        *("__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__bool__", "__eq__"),
+        *("__contains__", "__enter__", "__exit__", "__add__", "__mul__", "__matmul__", "__float__", "__int__"),
+    )
 )
 
 
@@ -474,26 +553,30 @@ def _all_globals(code: types.CodeType) -> frozenset[str]:
     return globals_named(code).union(*(_all_globals(c) for c in inner))
 
 
-def _asks_for_dict(seen: Seen) -> bool:
-    """Whether code of the user's looks into a `__dict__` by itself, and so reads what no class can tell."""
-    return bool(seen.names["user"] & {"__dict__", "vars", "asdict"})
+def _is_the_users_own(module_name: str) -> bool:
+    return origin_of_module(module_name) == "user" and not is_installed(module_name)
 
 
-def _functions_of(item: object) -> tuple[types.FunctionType, ...]:
+def _functions_of(item: Any) -> tuple[types.FunctionType, ...]:
     """The functions in a class's table: methods, and what properties and the like are made of."""
-    if isinstance(item, property):
-        found: tuple[object, ...] = (item.fget, item.fset)
-    elif isinstance(item, staticmethod | classmethod):
+    if _is(item, property):
+        found: tuple[Any, ...] = (item.fget, item.fset)
+    elif _is(item, staticmethod | classmethod):
         found = (item.__func__,)
-    elif isinstance(item, functools.cached_property):
+    elif _is(item, functools.cached_property):
         found = (item.func,)
     else:
         found = (item,)
-    return tuple(f for f in found if isinstance(f, types.FunctionType))
+    return tuple(f for f in found if _is(f, types.FunctionType))
 
 
 def _is_looked_into(kind: type) -> bool:
     return issubclass(kind, torch.nn.Module) or kind.__module__.startswith("torch.distributions")
+
+
+def _is(value: object, kinds: Any) -> bool:
+    """isinstance() without asking the object, which may answer with an exception."""
+    return issubclass(type(value), kinds)
 
 
 def _dict_of(value: object) -> dict[str, Any] | None:
@@ -516,33 +599,25 @@ def _slots(kind: type) -> list[str]:
 _UNKNOWN = object()
 
 
-def _drawer_state(value: object) -> object:
+def _drawer_state(value: Any) -> object:
     """Where something stands that gives another value each time it is asked; None if it is no such thing."""
-    if isinstance(value, random.Random):
+    kind: Any = type(value)
+    if issubclass(kind, random.Random):
         return value.getstate()
-    if isinstance(value, np.random.Generator):
+    if issubclass(kind, np.random.Generator):
         return repr(value.bit_generator.state)
-    if isinstance(value, np.random.RandomState):
+    if issubclass(kind, np.random.RandomState):
         return repr(value.get_state(legacy=False))
-    if isinstance(value, itertools.count):
+    if issubclass(kind, itertools.count):
         return repr(value)
-    if isinstance(value, types.GeneratorType):
+    if issubclass(kind, types.GeneratorType):
         frame = value.gi_frame
         return repr((frame.f_lasti, frame.f_locals)) if frame is not None else "finished"
-    kind = type(value)
     if not hasattr(kind, "__next__"):
         return None
     if hasattr(kind, "__length_hint__"):
         return operator.length_hint(value)
     return _UNKNOWN if kind.__module__ in ("builtins", "itertools") else None  # of others the attributes are seen
-
-
-def _is_hashable(key: object) -> bool:
-    return type(key).__hash__ is not None
-
-
-def _is_small(value: np.ndarray[Any, Any]) -> bool:
-    return value.nbytes <= _MOST_BYTES
 
 
 def _content(value: Any) -> bytes:
@@ -556,26 +631,26 @@ def _put_back_(value: Any, content: bytes) -> None:
         memoryview(value).cast("B")[:] = content
 
 
-def _equal(now: object, then: object) -> bool:
+def _equal(now: Any, then: Any) -> bool:
     if type(now) is not type(then):
         return False
-    if isinstance(now, float) and isinstance(then, float):
-        return type(now) is float and now.hex() == then.hex()
-    if type(now) in _VALUES or isinstance(now, np.generic | enum.Enum):
+    if type(now) is float:
+        return bool(now.hex() == then.hex())
+    if type(now) in _VALUES or _is(now, np.generic | enum.Enum):
         return bool(now == then)
     # A bound method is made anew each time it is asked for.
-    return isinstance(now, types.MethodType | types.BuiltinMethodType) and now == then
+    return _is(now, types.MethodType | types.BuiltinMethodType) and now == then
 
 
 def _said(path: str, then: object, now: object) -> str:
     return f"{path}: {_show(then)} is now {_show(now)}"
 
 
-def _show(value: object) -> str:
-    if type(value) in _VALUES or isinstance(value, np.generic | enum.Enum):
+def _show(value: Any) -> str:
+    if type(value) in _VALUES or _is(value, np.generic | enum.Enum):
         return repr(value)
-    if isinstance(value, torch.Tensor):
+    if _is(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, types.FunctionType):
+    if _is(value, types.FunctionType):
         return f"the function {value.__qualname__}"
     return "missing" if value is _MISSING else f"a {type(value).__name__}"

@@ -19,9 +19,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def tensors_of(batch: object) -> list[torch.Tensor]:
-    """The tensors of a batch, in order."""
+    """The tensors of a batch, in order; those among another's attributes too."""
     found: list[torch.Tensor] = []
     _walk(batch, found)
+    return found
+
+
+def results_of(aux: object) -> list[torch.Tensor]:
+    """The tensors of what loss_fn gave back, in the order in which `map_tensors` comes across them."""
+    found: list[torch.Tensor] = []
+    map_tensors(aux, found.append)
     return found
 
 
@@ -65,7 +72,8 @@ def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
     if isinstance(node, torch.Tensor):
         again = next((i for i, t in enumerate(tensors) if t is node), None)
         tensors.append(node)
-        return (tensor_key(node), again)  # step(x, x) and step(x, y) are different programs
+        # step(x, x) and step(x, y) are different programs; and a step may read attributes that were put on a tensor.
+        return (tensor_key(node), again, _walk(vars(node), tensors) if again is None and vars(node) else None)
     kind = type(node)
     if kind is float:
         return (kind, node.hex())  # tells -0.0 from 0.0, and NaN is NaN

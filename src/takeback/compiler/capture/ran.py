@@ -35,7 +35,7 @@ def origin_of_file(file: str) -> str:
         return "takeback"
     if file.startswith(_TORCH):
         return "torch"
-    if file.startswith(_NUMPY) or file.startswith("<frozen"):
+    if file.startswith((_NUMPY, "<frozen ")):
         return "python"
     if file.startswith(_STDLIB) and "site-packages" not in file and "dist-packages" not in file:
         return "python"
@@ -54,6 +54,21 @@ def origin_of_module(name: str) -> str:
     if file is not None:
         return origin_of_file(file)
     return "python" if top in sys.stdlib_module_names else "user"
+
+
+def origin_of_class(kind: type) -> str:
+    """The same of a class. One that a library made for somebody (make_dataclass, namedtuple) is not found in there."""
+    origin = origin_of_module(kind.__module__) if isinstance(kind.__module__, str) else "user"
+    if origin != "python" or not kind.__flags__ & _HEAP_TYPE:
+        return origin
+    return origin if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind else "user"
+
+
+@functools.cache
+def is_installed(module_name: str) -> bool:
+    """Whether a module was installed as a package: its globals are a framework's, not those of a training script."""
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 @functools.cache
@@ -104,15 +119,20 @@ class Seen:
         return {origin: frozenset(names) for origin, names in found.items()}
 
 
+EVERYTHING = "*"  #: stands among the names that were read where the user's code has taken a whole `__dict__`
+
+
 def _spied(kind: type, reads: dict[int, set[str]], thread: int) -> Callable[[Any, str], Any]:
     """`__getattribute__` of a class, which notes what is asked of the objects that are watched."""
-    original = kind.__getattribute__
+    original: Callable[[Any, str], Any] = kind.__getattribute__
     get_ident = threading.get_ident
 
-    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+    def __getattribute__(self: Any, name: str) -> Any:
         known = reads.get(id(self))
         if known is not None and get_ident() == thread:
             known.add(name)
+            if name == "__dict__" and origin_of_file(sys._getframe(1).f_code.co_filename) == "user":
+                known.add(EVERYTHING)
         return original(self, name)
 
     return __getattribute__
@@ -120,7 +140,7 @@ def _spied(kind: type, reads: dict[int, set[str]], thread: int) -> Callable[[Any
 
 def can_be_spied(kind: type) -> bool:
     """Whether reads of its objects' attributes can be seen: a class written in Python, neither torch's nor Python's."""
-    if not kind.__flags__ & _HEAP_TYPE or origin_of_module(kind.__module__) != "user":
+    if not kind.__flags__ & _HEAP_TYPE or origin_of_class(kind) != "user":
         return False
     return not issubclass(kind, torch.Tensor | type | BaseException)
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.assumptions import Assumptions, Place
-from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, tensors_of
+from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
+from takeback.compiler.capture.modes import modes
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
 from takeback.compiler.capture.recorder import Recorder
@@ -108,15 +109,13 @@ def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]
 def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None) -> Assumptions:
     """What the step reads, if it was seen; else whatever is in its reach."""
     arguments = tuple(objects_of((args, kwargs)))
-    return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments)
+    return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
 
 
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
-    def __init__(
-        self, reason: str, new_state: Sequence[torch.Tensor] = (), within: Collection[Place] | None = None
-    ) -> None:
+    def __init__(self, reason: str, new_state: Sequence[torch.Tensor] = (), within: set[Place] | None = None) -> None:
         super().__init__(reason)
         self.new_state = new_state  #: what the step made and wrote, as it was before it was written
         self.within = within  #: the places that it read
@@ -243,7 +242,7 @@ def _finish(
     events: Sequence[AllocatorEvent],
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
-    aux_tensors = tensors_of(ran.aux)
+    aux_tensors = results_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
     found_inf = subject.scaling.found_inf if subject.scaling is not None else None
     given = [ran.loss, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
@@ -285,7 +284,7 @@ def _kept(
     recorder: Recorder,
     before: Assumptions,
     assumptions: Assumptions,
-    within: Collection[Place],
+    within: set[Place],
     given: Sequence[torch.Tensor],
 ) -> str | None:
     """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""

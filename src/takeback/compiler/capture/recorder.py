@@ -7,6 +7,7 @@ no tensor alive that eager would have freed. What the forward and backward write
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,7 +64,16 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
+        onlooker = sys.getprofile()
+        if onlooker is None or func.namespace != "aten":  # an op of the user's may run Python of its own
+            return self._record(func, args, kwargs or {})
+        sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
+        try:
+            return self._record(func, args, kwargs or {})
+        finally:
+            sys.setprofile(onlooker)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
         facts = facts_of(func)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.hooks import hooks_on
+from takeback.compiler.capture.modes import dispatch_mode
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.program import Role
 from takeback.errors import CaptureError
@@ -102,6 +103,12 @@ def build(
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
+    mode = dispatch_mode()
+    if mode is not None:
+        raise CaptureError(
+            f"the step is called inside of a TorchDispatchMode ({type(mode).__qualname__}), which would see a replay's "
+            f"ops in place of eager's. Leave it before the step."
+        )
     hook = hooks_on(model)
     if hook is not None:
         raise CaptureError(

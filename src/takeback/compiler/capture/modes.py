@@ -1,0 +1,89 @@
+"""What is in force around a step and decides what its ops do: torch's global settings, and modes and hooks that the user
+has entered. `ambient()` is part of a plan's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch.overrides import _get_current_function_mode_stack  # checked on 2.11 and 2.13
+from torch.utils._device import DeviceContext  # checked on 2.11 and 2.13
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
+
+
+def ambient() -> Hashable:
+    """The global modes that decide which kernels eager would run."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return (
+        _cuda_ambient() if torch.cuda.is_initialized() else None,
+        autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        _precision(),
+        torch.backends.mkldnn.enabled,
+        # These flags are named after CUDA and rule the CPU's attention too.
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        tuple(m.device if isinstance(m, DeviceContext) else _Same(m) for m in _get_current_function_mode_stack()),
+        tuple(_Same(m) for m in _get_current_dispatch_mode_stack()),
+        tuple(_Same(h) for h in _saved_tensors_hooks()),
+    )
+
+
+def modes() -> tuple[object, ...]:
+    """The user's code that torch calls for what runs inside the step."""
+    return (*_get_current_function_mode_stack(), *_saved_tensors_hooks())
+
+
+def dispatch_mode() -> object | None:
+    """A mode of the user's below autograd, which would see a replay's ops in place of eager's."""
+    return next(iter(_get_current_dispatch_mode_stack()), None)
+
+
+def _saved_tensors_hooks() -> tuple[object, ...]:
+    # Checked on 2.11 and 2.13: the pair entered last, whatever is below it.
+    return tuple(torch._C._autograd._top_saved_tensors_default_hooks(True) or ())
+
+
+class _Same:
+    """Equal to itself alone, whatever the object inside makes of equality."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: object) -> None:
+        self.inside = inside
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.inside is self.inside
+
+    def __hash__(self) -> int:
+        return id(self.inside)
+
+    def __repr__(self) -> str:
+        return type(self.inside).__qualname__
+
+
+def _precision() -> Hashable:
+    """What set_float32_matmul_precision and the fp32_precision settings have set: the former's own getter raises where
+    a user has set the latter (checked on 2.13)."""
+    backends = torch.backends
+    mkldnn = backends.mkldnn
+    return (
+        backends.cuda.matmul.fp32_precision,
+        (mkldnn.matmul.fp32_precision, mkldnn.conv.fp32_precision, mkldnn.rnn.fp32_precision),
+    )
+
+
+def _cuda_ambient() -> Hashable:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    autocast = torch.is_autocast_enabled("cuda")
+    return (
+        autocast and (torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()),
+        torch.cuda.current_device(),
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        (cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        (cuda.matmul.allow_fp16_reduced_precision_reduction, cuda.matmul.allow_bf16_reduced_precision_reduction),
+        (cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.preferred_blas_library()),
+    )
