@@ -1,8 +1,8 @@
 """Something that a step reads changes between two steps, one line each: the next step is eager's, or it is refused.
 
-A row of changes.txt is: a name, a piece of Python that sets the scene ($ is a line break), what loss_fn multiplies by, and
-the change; a fifth column says that a refusal is right too. Both twins, eager and compiled, live in a module of their own.
-The change comes after the plan was replayed.
+A row of changes.txt is: a name, a piece of Python that sets the scene ($ is a line break), what loss_fn multiplies by,
+and the change; a fifth column says that a refusal is right too. Both twins, eager and compiled, live in a module of
+their own. The change comes after the plan was replayed.
 """
 
 from __future__ import annotations

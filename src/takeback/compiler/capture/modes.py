@@ -1,5 +1,5 @@
-"""What is in force around a step and decides what its ops do: torch's global settings, and modes and hooks that the user
-has entered. `ambient()` is part of a plan's key.
+"""What is in force around a step and decides what its ops do: torch's global settings, and modes and hooks that the
+user has entered. `ambient()` is part of a plan's key.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ EVERYTHING = "*"  #: stands among the names that were read where the user's code
 
 def _spied(kind: type, reads: dict[int, set[str]], thread: int) -> Callable[[Any, str], Any]:
     """`__getattribute__` of a class, which notes what is asked of the objects that are watched."""
-    original: Callable[[Any, str], Any] = kind.__getattribute__
+    original: Any = kind.__getattribute__
     get_ident = threading.get_ident
 
     def __getattribute__(self: Any, name: str) -> Any:
