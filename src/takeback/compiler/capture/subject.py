@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.hooks import hooks_on
+from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.program import Role
 from takeback.errors import CaptureError
@@ -49,20 +50,16 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss_fn):
         raise CaptureError(f"loss_fn must be callable as loss_fn(model, *batch), got {type(loss_fn).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CaptureError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CaptureError(
-            "LBFGS evaluates the loss several times in one step through a closure, so it is not one forward, backward "
-            "and update. Use it in eager."
-        )
+    optimizers = optimizers_of(optimizer)
+    check_disjoint(optimizers.members)
     if any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise CaptureError(
             "the model is wrapped in DistributedDataParallel, which averages gradients where no recorder sees it, so a "
             "replay would not. Pass the module inside it (model.module), and the process group as group=."
         )
     known = {id(p) for p in model.parameters()}
-    for g, group in enumerate(optimizer.param_groups):
+    groups = [group for member in optimizers.members for group in member.param_groups]
+    for g, group in enumerate(groups):
         for i, p in enumerate(group["params"]):
             if id(p) not in known:
                 raise CaptureError(
@@ -90,7 +87,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def build(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
     leaves: Sequence[torch.Tensor],
     *,
     accumulate: int,
@@ -130,7 +127,7 @@ def build(
             raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on {device}.")
     states = tuple(
         (value, f"{names.get(id(p), 'parameter')}.{name}")
-        for p, table in optimizer.state.items()
+        for p, table in optimizers_of(optimizer).states
         for name, value in table.items()
         if isinstance(value, torch.Tensor)
     )

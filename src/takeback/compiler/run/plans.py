@@ -13,7 +13,8 @@ from typing import Any, overload
 import torch
 
 from takeback.compiler.capture.finish import Finished
-from takeback.compiler.capture.update import Update, lacks_state
+from takeback.compiler.capture.optimizers import Optimizers
+from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.program import Op, Program
@@ -45,7 +46,7 @@ class Plan:
         return self.finished.program
 
     @property
-    def update(self) -> Update | None:
+    def update(self) -> Updates | None:
         return self.finished.update
 
     @functools.cached_property
@@ -60,10 +61,10 @@ class Plan:
             return False  # the step writes a batch tensor, and others may share its memory this time: recorded anew
         return self.watch.change(leaves) is None
 
-    def has_state_now(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_state_now(self, optimizers: Optimizers) -> bool:
         """Whether the update could be in the plan, and is not because there was no state when it was made."""
         parameters = [self.watch.parameters[i] for i in self.original.grads]
-        return self.finished.awaits_state and not lacks_state(optimizer, parameters)
+        return self.finished.awaits_state and not lacks_state(optimizers.only, parameters)
 
 
 class PlanCache(Sequence[Plan]):

@@ -149,7 +149,7 @@ class BesideEager:
         names = {id(p): n for n, p in model.named_parameters()}
         yield from model.named_parameters()
         yield from model.named_buffers()
-        for p, table in self.recipe.optimizer.state.items():
+        for p, table in self.recipe.optimizers.states:
             for key, value in table.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{names.get(id(p), 'parameter')}.{key}", value
