@@ -18,7 +18,6 @@ from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.finish import OwnStep, check_early, finish_program, why_own_steps
-from takeback.compiler.capture.optimizers import optimizers_of
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.passes import PassRecord
@@ -218,11 +217,10 @@ def _trace(
     progress: Callable[[int, int], None] | None,
 ) -> _Traced:
     """The program of the step, update and scratch included. Of the user's, nothing is run or changed."""
-    subjects.check(model, loss_fn, optimizer)
+    optimizers = subjects.check(model, loss_fn, optimizer)
     if subjects.device_of(model).type != "cpu":
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
-    optimizers = optimizers_of(optimizer)
     check_early(options, optimizers)
     own_steps = why_own_steps(optimizers)
     with FakeWorld() as world:

@@ -19,8 +19,9 @@ import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
+from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
-from takeback.compiler.capture.optimizers import Optimizers, optimizers_of
+from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
@@ -106,8 +107,7 @@ def compile_step(
         poison=poison,
         solve_s=solve_s,
     )
-    optimizers = optimizers_of(optimizer, scaler if options.scales else None)
-    subjects.check(model, loss_fn, optimizers)
+    optimizers = subjects.check(model, loss_fn, optimizer, scaler if options.scales else None)
     return CompiledStep(model, loss_fn, optimizers, options)
 
 
@@ -132,6 +132,7 @@ class CompiledStep:
         self._plans = PlanCache(options.max_plans)
         self._replays = 0
         self._news = subjects.NewPlans()
+        self._derived: tuple[Derived, ...] = ()
         self._group = Group(model, options.group) if options.group is not None else None
         clips = options.clip_norm is not None
         self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
@@ -159,6 +160,7 @@ class CompiledStep:
 
     def _call(self, batch: Batch) -> Any:
         self._optimizers.check_in_force()
+        settle_(self._derived)  # an evaluation since the last step has put other tensors there
         leaves, batch_key = take_apart(batch)
         key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
@@ -187,6 +189,7 @@ class CompiledStep:
             skipped=plan.skipped,
             step_s=plan.step_s,
             added_s=plan.added_s,
+            notes=plan.notes,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -202,6 +205,7 @@ class CompiledStep:
             clip_norm=options.clip_norm,
             scaling=scaling,
         )
+        self._derived = subject.derived
         self._news.note(key)
         check_early(options, self._optimizers)
         recorded = RecordedStep(
@@ -250,6 +254,9 @@ class CompiledStep:
             names=tuple(subject.names[id(p)] for p in subject.parameters),
             step_s=planned.step_s,
             added_s=planned.added_s,
+            aside=got.aside,
+            held=got.held,
+            notes=got.notes,
         )
 
     def _executor(self, layout: Layout) -> Executor:
@@ -278,6 +285,7 @@ class CompiledStep:
             executor=executor,
             leaves=leaves,
             names=plan.names,
+            aside=plan.aside,
         )
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         # Where the update begins before they are all there, the parameters after it are. With a group, the update has
@@ -302,7 +310,7 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
         )
         updated = replayed.run(inspect=inspect, log=rehearse)
-        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads)
+        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held)
         self.grad_norm = results.grad_norm
         if rehearse and updated:
             self._rehearsed(plan)

@@ -58,6 +58,10 @@ class FakeWorld:
             memo[id(p)] = torch.nn.Parameter(data, requires_grad=p.requires_grad)
         for t in model.buffers():
             memo.setdefault(id(t), self.fake(t))
+        for module in model.modules():  # what stands there may have a graph, and could not be copied
+            for value in vars(module).values():
+                if isinstance(value, torch.Tensor):
+                    memo.setdefault(id(value), self.fake(value.detach()))
         for _, table in optimizers.states:
             for value in table.values():
                 if isinstance(value, torch.Tensor):

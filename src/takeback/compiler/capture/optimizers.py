@@ -67,7 +67,7 @@ def optimizers_of(given: Any, scaler: object | None = None) -> Optimizers:
     for optimizer in listed:
         if not isinstance(optimizer, Optimizer):
             raise CaptureError(
-                f"optimizer must be a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}"
+                f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}, or a list of optimizers."
             )
     members = tuple(_unwrapped(optimizer, scaler) for optimizer in listed)
     for member in members:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from takeback.compiler.capture.derived import Derived, derived_of, settle_
 from takeback.compiler.capture.hooks import hooks_on
 from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
+from takeback.compiler.capture.reach import modules_beside
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.program import Role
 from takeback.errors import CaptureError
@@ -30,6 +32,8 @@ class Subject:
     accumulate: int = 1
     clip_norm: float | None = None
     scaling: Scaling | None = None
+    beside: Mapping[str, torch.nn.Module] = field(default_factory=dict)  #: modules that loss_fn holds, by name
+    derived: tuple[Derived, ...] = ()
 
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
@@ -44,13 +48,13 @@ class Subject:
         return found
 
 
-def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
-    """Raises for arguments that no step could be made of."""
+def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None) -> Optimizers:
+    """Raises for arguments that no step could be made of. Gives the optimizers as the step has them."""
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss_fn):
         raise CaptureError(f"loss_fn must be callable as loss_fn(model, *batch), got {type(loss_fn).__name__}")
-    optimizers = optimizers_of(optimizer)
+    optimizers = optimizers_of(optimizer, scaler)
     check_disjoint(optimizers.members)
     if any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise CaptureError(
@@ -73,6 +77,7 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
         )
     if devices and device_of(model).type not in ("cpu", "cuda"):
         raise CaptureError(f"mode 'exact' runs on the CPU and on CUDA in this version; the model is on {devices[0]}.")
+    return optimizers
 
 
 def _placed(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -95,16 +100,19 @@ def build(
     scaling: Scaling | None = None,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
-    check(model, loss_fn, optimizer)
+    optimizers = check(model, loss_fn, optimizer)
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
-    hook = hooks_on(model)
+    beside = modules_beside(model, loss_fn)
+    hook = hooks_on({"": model, **beside})
     if hook is not None:
         raise CaptureError(
             f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
             f"loss_fn (values to look at can be returned as aux)."
         )
+    derived = derived_of({id(m): m for outer in (model, *beside.values()) for m in outer.modules()}.values())
+    settle_(derived)
     names = {id(p): name for name, p in model.named_parameters()}
     storages = {p.untyped_storage()._cdata: names[id(p)] for p in model.parameters()}
     for i, leaf in enumerate(leaves):
@@ -127,11 +135,12 @@ def build(
             raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on {device}.")
     states = tuple(
         (value, f"{names.get(id(p), 'parameter')}.{name}")
-        for p, table in optimizers_of(optimizer).states
+        for p, table in optimizers.states
         for name, value in table.items()
         if isinstance(value, torch.Tensor)
     )
-    return Subject(model, loss_fn, tuple(model.parameters()), names, states, accumulate, clip_norm, scaling)
+    parameters = tuple(model.parameters())
+    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived)
 
 
 class NewPlans:

@@ -100,9 +100,11 @@ def build_report(
     skipped: Skipped | None = None,
     step_s: float = 0.0,
     added_s: float = 0.0,
+    notes: Sequence[str] = (),
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
-    optimizers whose update is not in it. `skipped`: a comparison that was due and not made."""
+    optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `notes`: of
+    the recording."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
@@ -134,7 +136,7 @@ def build_report(
         eager_curve=eager.curve,
         measured=measured,
         placed=execution.serves_ops,
-        notes=tuple(_notes(layout, execution, own_steps, skipped)),
+        notes=tuple(_notes(layout, execution, own_steps, skipped, notes)),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
@@ -162,7 +164,7 @@ def _refused(own_steps: Sequence[OwnStep], program: Program) -> Iterator[Refusal
 
 
 def _notes(
-    layout: Layout, execution: Execution, own_steps: Sequence[OwnStep], skipped: Skipped | None
+    layout: Layout, execution: Execution, own_steps: Sequence[OwnStep], skipped: Skipped | None, more: Sequence[str]
 ) -> Iterator[str]:
     if execution.group:
         yield execution.group
@@ -175,6 +177,7 @@ def _notes(
             f"the update is not part of the plan: {own_step.optimizer}'s own step() is called after the backward, "
             f"because {own_step.reason}"
         )
+    yield from more
     yield from layout.draft.notes
     if skipped is not None:
         yield skipped.reason

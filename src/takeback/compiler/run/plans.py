@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
 
+from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.finish import Finished
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.update import Updates, lacks_state
@@ -36,6 +37,9 @@ class Plan:
     names: tuple[str, ...]  #: of the parameters
     step_s: float  #: predicted, without rebuilding
     added_s: float
+    aside: Aside = field(default_factory=Aside)
+    held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes: the program's last aux go there
+    notes: tuple[str, ...] = ()  #: of the recording
     proved: bool = False  #: compared with its reference
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0

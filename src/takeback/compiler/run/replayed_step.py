@@ -77,12 +77,14 @@ class ReplayedStep:
             self.update.note_()
         return updated
 
-    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool) -> Results:
+    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool, held: Sequence[torch.Tensor] = ()) -> Results:
         """Tensors for the caller, who owns them: copies of what is the plan's. `.grad` is set, to one or to None.
-        `aux_form` is aux with an `AuxSlot` for every tensor."""
+        `aux_form` is aux with an `AuxSlot` for every tensor; `held` take the values of the last ones."""
         executor, program, leaves = self.executor, self.executor.program, self.leaves
         loss = executor.give(program.loss, leaves)
-        aux = [self._returned(r) for r in program.aux]
+        aux = [self._returned(r) for r in program.aux[: len(program.aux) - len(held)]]
+        for holder, value in zip(held, program.aux[len(aux) :], strict=True):
+            holder.copy_(executor.tensor(value, leaves))
         norm = self._grad_norm
         if not self._replaced and program.grad_norm is not None:
             norm = executor.give(program.grad_norm, leaves)
