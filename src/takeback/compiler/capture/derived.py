@@ -30,10 +30,13 @@ class Derived:
         return _HOLDERS[self.module][self.name]
 
     @property
-    def new(self) -> torch.Tensor | None:
-        """What a forward has put there since it was settled; None if none has."""
-        now: torch.Tensor = self.module.__dict__[self.name]
-        return None if now is self.holder else now
+    def is_new(self) -> bool:
+        """Whether a forward has put another tensor there since it was settled."""
+        return self.module.__dict__[self.name] is not self.holder
+
+    def detached(self) -> torch.Tensor:
+        """What is there now, without the graph that it came from."""
+        return self.module.__dict__[self.name].detach()
 
     def settle_(self) -> None:
         """Puts the holder there, with the value that is there now."""

@@ -60,8 +60,9 @@ class FakeWorld:
             memo.setdefault(id(t), self.fake(t))
         for module in model.modules():  # what stands there may have a graph, and could not be copied
             for value in vars(module).values():
-                if isinstance(value, torch.Tensor):
-                    memo.setdefault(id(value), self.fake(value.detach()))
+                if isinstance(value, torch.Tensor) and not value.is_leaf:
+                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                    memo.setdefault(id(value), made)
         for _, table in optimizers.states:
             for value in table.values():
                 if isinstance(value, torch.Tensor):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,8 @@ def check_loss(loss: Any, subject: Subject, *, first: bool) -> None:
 class Leaves:
     """What the loss depends on besides the model's parameters."""
 
-    foreign: tuple[torch.nn.Parameter, ...]  #: of the modules that loss_fn holds
-    names: tuple[str, ...]
-    reentrant: bool  #: a checkpoint runs a backward inside of the backward, and must get all of it
+    foreign: Mapping[torch.nn.Parameter, str]  #: of the modules that loss_fn holds, with their names
+    reentrant: bool  #: a checkpoint hides what is inside of it, and must get the whole backward
 
 
 def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Tensor]) -> Leaves:
@@ -77,8 +76,8 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
     tensor that belongs to no module is refused."""
     ours = {id(p) for p in subject.parameters}
     theirs = {id(t) for t in reachable if t.is_leaf and t.requires_grad} - ours
-    modules = {id(p): f"{m}.{n}" for m, module in subject.beside.items() for n, p in module.named_parameters()}
-    found: dict[int, torch.nn.Parameter] = {}
+    modules = {p: f"{m}.{n}" for m, module in subject.beside.items() for n, p in module.named_parameters()}
+    found: dict[torch.nn.Parameter, str] = {}
     reentrant = False
     pending, seen = [loss.grad_fn], set()
     while pending:
@@ -89,8 +88,8 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
         reentrant = reentrant or node.name() == "CheckpointFunctionBackward"
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours:
-            if id(variable) in modules:
-                found[id(variable)] = variable
+            if variable in modules:
+                found[variable] = modules[variable]
             elif id(variable) in theirs:
                 raise CaptureError(
                     f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not "
@@ -98,4 +97,6 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
                     f"detach it."
                 )
         pending.extend(following for following, _ in node.next_functions)
-    return Leaves(tuple(found.values()), tuple(modules[i] for i in found), reentrant)
+    if reentrant:
+        found = {p: name for p, name in modules.items() if p.requires_grad and id(p) not in ours}
+    return Leaves(found, reentrant)

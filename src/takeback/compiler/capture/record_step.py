@@ -200,12 +200,11 @@ def _run(
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             check_loss(loss, subject, first=index == 0)
             leaves = leaves_of(loss, subject, reachable)
-            foreign |= dict(zip(leaves.foreign, leaves.names, strict=True))
             parts.append(aux)
             part = loss if count == 1 else loss / count
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
-            _backward(root, subject, leaves)
+            foreign |= _backward(root, subject, leaves)
             detached = part.detach()
             total = detached if total is None else total + detached
             del loss, out, part, root, leaves
@@ -221,12 +220,15 @@ def _run(
     return _Ran(total, parts[0] if count == 1 else tuple(parts), has_aux, norm, foreign)
 
 
-def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> None:
-    """Of the parameters of other modules no gradient is computed, unless a checkpoint asks for the whole backward."""
+def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
+    """Of the parameters of other modules no gradient is computed, unless a checkpoint asks for the whole backward.
+    Gives those that would have got one."""
     wanted = [p for p in subject.parameters if p.requires_grad]
+    narrow = bool(leaves.foreign) and not leaves.reentrant
     try:
-        with Aside(leaves.foreign).around():
-            loss.backward(inputs=wanted if leaves.foreign and wanted and not leaves.reentrant else None)
+        with Aside(tuple(leaves.foreign)).around():
+            loss.backward(inputs=wanted if narrow else None)
+            return {p: name for p, name in leaves.foreign.items() if narrow or p.grad is not None}
     except RuntimeError as error:
         if "second time" in str(error):
             raise CaptureError(
@@ -243,7 +245,7 @@ def _finish(
     aux_tensors = tensors_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
     found_inf = subject.scaling.found_inf if subject.scaling is not None else None
-    made = [(d.holder, new) for d in subject.derived if (new := d.new) is not None]
+    made = [(d.holder, d.detached()) for d in subject.derived if d.is_new]
     held = [new for _, new in made]
     given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
