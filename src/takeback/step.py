@@ -173,6 +173,7 @@ class CompiledStep:
                 missed = plan.executor.program.ops[change.position]
         if missed is not None:
             self._plans.missed_(missed)
+            self._news.read_(missed.site)
         return self._record(key, batch, leaves)
 
     def report(self) -> Report:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import same_bits
 from step_twins import assert_same, mlp, sgd, snapshot
 from torch import Tensor, nn
 from train_twice import Training, assert_equal_trainings, batch, simple
 
 import takeback as tb
+from harness import same_bits
 from takeback.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")

@@ -16,6 +16,7 @@ import torch
 
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions
+from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, tensors_of
 from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.leaks import tripwires
@@ -217,7 +218,7 @@ def _run(
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
     assert total is not None
-    return _Ran(total, parts[0] if count == 1 else tuple(parts), has_aux, norm, foreign)
+    return _Ran(total, open_objects(parts[0] if count == 1 else tuple(parts)), has_aux, norm, foreign)
 
 
 def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
@@ -272,7 +273,7 @@ def _finish(
         program,
         assumptions,
         ran.loss,
-        aux,
+        close_objects(aux),
         form,
         ran.has_aux,
         ran.grad_norm,
@@ -320,6 +321,7 @@ def _kept(recorder: Recorder, assumptions: Assumptions, given: Sequence[torch.Te
     if changed is not None:
         return (
             f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
-            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model."
+            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model. For a metric or a "
+            f"history, return the tensor as aux and update it outside."
         )
     return None

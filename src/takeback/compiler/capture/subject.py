@@ -14,7 +14,7 @@ from takeback.compiler.capture.hooks import hooks_on
 from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
 from takeback.compiler.capture.reach import modules_beside
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.program import Role
+from takeback.compiler.program import Role, Site
 from takeback.errors import CaptureError
 
 _NEW_PLANS_BEFORE_WARNING = 4
@@ -149,19 +149,30 @@ class NewPlans:
     def __init__(self) -> None:
         self._keys: list[Hashable] = []
         self._warned = False
+        self._read: Site | None = None
+
+    def read_(self, site: Site | None) -> None:
+        """The next plan is made because the value that was read into Python here is another one."""
+        self._read = site
 
     def steady(self) -> None:
         self._keys.clear()
 
     def note(self, key: Hashable) -> None:
         self._keys.append(key)
+        read, self._read = self._read, None
         if len(self._keys) < _NEW_PLANS_BEFORE_WARNING or self._warned:
             return
         self._warned = True
         varies = _difference(self._keys[-2], self._keys[-1])
         same = self._keys[-2] == self._keys[-1]
+        if same and read is not None:
+            varies = f"the value that is read into Python at {read.describe()} is another one each time"
         advice = (
-            "Pass such a value as a tensor, or change it between steps only."
+            "If it is only looked at, return the tensor as aux and call .item() outside of the step; else keep it in a "
+            "tensor (torch.where instead of if)."
+            if same and read is not None
+            else "Pass such a value as a tensor, or change it between steps only."
             if same
             else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
         )

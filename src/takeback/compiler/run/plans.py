@@ -120,5 +120,6 @@ class PlanCache(Sequence[Plan]):
             raise CaptureError(
                 f"the step reads a tensor into Python at {where}, and the value was a new one {self._misses} "
                 f"times in a row. takeback holds such a value with a guard and records anew when it changes, which "
-                f"never ends here. Keep it in a tensor (torch.where instead of if), or pass it as an argument."
+                f"never ends here. If it is only looked at, return the tensor as aux and call .item() outside of the "
+                f"step; else keep it in a tensor (torch.where instead of if), or pass it as an argument."
             )

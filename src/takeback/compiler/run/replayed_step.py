@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.aux_objects import close_objects
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.optimizers import Optimizers, step_
 from takeback.compiler.capture.record_step import AuxSlot
@@ -92,7 +93,7 @@ class ReplayedStep:
             region = self._grads.get(i) if keep_grads else None
             p.grad = executor.give(region, leaves) if region is not None else None
         executor.release_()
-        form = map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index])
+        form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index]))
         return Results(loss, form, has_aux, norm)
 
     def _returned(self, region: Region) -> torch.Tensor:
