@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 
 _MOST = 100_000  #: objects that are looked at
 _CLOSED = frozenset(("torch", "numpy", *sys.stdlib_module_names))
+_PACKAGES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"])
+_OURS = ("takeback.step", "takeback.compiler")  #: a trainer may hold its compiled step
 
 
 def modules_beside(model: torch.nn.Module, loss_fn: Callable[..., Any]) -> dict[str, torch.nn.Module]:
@@ -49,7 +52,7 @@ def _inside(value: Any, name: str) -> Iterator[tuple[Any, str]]:
     if isinstance(value, torch.nn.Module):
         yield from _plain_attributes(value)
     elif isinstance(value, dict):
-        yield from ((item, str(key)) for key, item in list(value.items()))
+        yield from ((item, str(key)) for key, item in list(dict.items(value)))  # a lazy one would import everything
     elif isinstance(value, list | tuple | set | frozenset | collections.deque):
         yield from ((item, f"{name}[{i}]") for i, item in enumerate(value))
     elif isinstance(value, functools.partial):
@@ -60,7 +63,7 @@ def _inside(value: Any, name: str) -> Iterator[tuple[Any, str]]:
         if not _is_closed(value.__module__):
             yield from _function(value)
     elif isinstance(value, type):
-        if not _is_closed(value.__module__):
+        if not _is_installed(value.__module__):
             yield from ((item, key) for key, item in vars(value).items())
     elif isinstance(value, property | staticmethod | classmethod):
         yield (value.fget if isinstance(value, property) else value.__func__), name
@@ -77,10 +80,12 @@ def _function(function: types.FunctionType) -> Iterator[tuple[Any, str]]:
             continue
     yield function.__defaults__, function.__name__
     yield function.__kwdefaults__, function.__name__
+    if _is_installed(function.__module__):
+        return
     names = _names(function.__code__)
     for name in sorted(names):
         item = function.__globals__.get(name)
-        if isinstance(item, types.ModuleType) and not _is_closed(item.__name__):
+        if isinstance(item, types.ModuleType) and not _is_installed(item.__name__):
             yield from ((getattr(item, inner), inner) for inner in sorted(names & vars(item).keys()))
         elif item is not None:
             yield item, name
@@ -93,4 +98,13 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 
 def _is_closed(module_name: object) -> bool:
-    return not isinstance(module_name, str) or module_name.partition(".")[0] in _CLOSED
+    if not isinstance(module_name, str) or module_name.startswith(_OURS):
+        return True
+    return module_name.partition(".")[0] in _CLOSED
+
+
+@functools.cache
+def _is_installed(module_name: str) -> bool:
+    """Code of a package: what its functions name are its own globals, and no module of the user's."""
+    file = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return _is_closed(module_name) or file.startswith(_PACKAGES)
