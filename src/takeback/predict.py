@@ -7,7 +7,7 @@ scratch inside kernels cannot be seen that way; each distinct op that may take s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.finish import OwnStep, check_early, finish_program, why_own_step
+from takeback.compiler.capture.finish import OwnStep, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.passes import PassRecord
@@ -42,7 +42,7 @@ MakeCase = Callable[[int], Any]
 def predict(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
     mode: str = "exact",
     memory: str = "auto",
@@ -85,7 +85,7 @@ def predict(
         layout,
         traced.program,
         execution,
-        own_step=traced.own_step,
+        own_steps=traced.own_steps,
         step_s=plan.step_s,
         added_s=plan.added_s,
     )
@@ -94,7 +94,7 @@ def predict(
 def passes(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
     memory: str = "auto",
     update: str = "end",
@@ -133,7 +133,7 @@ def passes(
 def frontier(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
     mode: str = "exact",
     device: str | None = None,
@@ -197,7 +197,7 @@ class _Traced:
 
     program: Program
     kept: frozenset[BufferId]
-    own_step: OwnStep | None
+    own_steps: tuple[OwnStep, ...]
     serves_ops: bool  #: the native allocator is there
 
 
@@ -209,7 +209,7 @@ def _check_device(device: str | None, gpu: str | None) -> None:
 def _trace(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -217,39 +217,40 @@ def _trace(
     progress: Callable[[int, int], None] | None,
 ) -> _Traced:
     """The program of the step, update and scratch included. Of the user's, nothing is run or changed."""
-    subjects.check(model, loss_fn, optimizer)
+    optimizers = subjects.check(model, loss_fn, optimizer)
     if subjects.device_of(model).type != "cpu":
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
-    check_early(options, optimizer)
-    own_step = why_own_step(optimizer)
+    check_early(options, optimizers)
+    own_steps = why_own_steps(optimizers)
     with FakeWorld() as world:
-        fake_model, fake_optimizer, fake_loss_fn = world.copy(model, optimizer, loss_fn)
+        fake_model, fake_optimizers, fake_loss_fn = world.copy(model, optimizers, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
         subject = subjects.build(
             fake_model,
             fake_loss_fn,
-            fake_optimizer,
+            fake_optimizers,
             tensors_of((fake_batch, fake_kwargs)),
             accumulate=options.accumulate,
             clip_norm=options.clip_norm,
         )
         got = capture(subject, fake_batch, fake_kwargs, real=False)
-        if own_step is None:
-            world.fill_states(fake_optimizer, subject.parameters)
+        for member, reason in zip(fake_optimizers.members, own_steps, strict=True):
+            if reason is None:
+                world.fill_states(member, subject.parameters)
         finished = finish_program(
             got.program,
-            fake_optimizer,
+            fake_optimizers,
             subject.parameters,
             subject.names,
-            own_step=own_step,
+            own_steps=own_steps,
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
         )
     program = finished.program
     if native is not None:
         program = probe_scratch(program, native, progress)
-    return _Traced(program, finished.kept, finished.own_step, native is not None)
+    return _Traced(program, finished.kept, finished.own_steps, native is not None)
 
 
 def largest_batch(

@@ -19,8 +19,10 @@ import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import take_apart
-from takeback.compiler.capture.finish import check_early, finish_program, why_own_step
+from takeback.compiler.capture.derived import Derived, settle_
+from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
 from takeback.compiler.capture.modes import ambient
+from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
@@ -52,7 +54,7 @@ from takeback.options import Options, cache_dir, compiler
 def compile_step(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     mode: str = "exact",
     memory: str = "auto",
@@ -70,7 +72,8 @@ def compile_step(
     """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
 
     Call the result like a function: `loss = step(*batch)`. The first call with a batch of new shapes runs in eager and
-    is recorded; every later one replays the plan, with eager's bits.
+    is recorded; every later one replays the plan, with eager's bits. `optimizer` may be a list of optimizers with
+    disjoint parameters, which update in that order.
 
     mode          "exact": the same kernels as eager, bit-identical results
     memory        "auto": as low as rebuilding goes without the step becoming slower than eager; "min": as low as it
@@ -105,8 +108,8 @@ def compile_step(
         poison=poison,
         solve_s=solve_s,
     )
-    subjects.check(model, loss_fn, optimizer)
-    return CompiledStep(model, loss_fn, optimizer, options)
+    optimizers = subjects.check(model, loss_fn, optimizer, scaler if options.scales else None)
+    return CompiledStep(model, loss_fn, optimizers, options)
 
 
 class CompiledStep:
@@ -116,13 +119,13 @@ class CompiledStep:
         self,
         model: torch.nn.Module,
         loss_fn: Callable[..., Any],
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         options: Options,
     ) -> None:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
-        self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        check_early(options, optimizer)
+        self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
+        check_early(options, optimizers)
         on_cpu = subjects.device_of(model).type == "cpu"
         self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
@@ -130,16 +133,17 @@ class CompiledStep:
         self._plans = PlanCache(options.max_plans)
         self._replays = 0
         self._news = subjects.NewPlans()
+        self._derived: tuple[Derived, ...] = ()
         self._group = Group(model, options.group) if options.group is not None else None
         clips = options.clip_norm is not None
-        self._scaling = Scaling(options.scaler, optimizer, clips=clips) if options.scales else None
+        self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
         # With a scaler steps with NaNs are right ones.
         schedule = Every(options.verify_every) if options.verify_every else Once()
         self._proof = Proof(measure=Bits(one_nan=options.scales), schedule=schedule)
         self._recipe = Recipe(
             model,
             loss_fn,
-            optimizer,
+            optimizers,
             accumulate=options.accumulate,
             clip_norm=options.clip_norm,
             scaler=self._scaling.scaler if self._scaling is not None else None,
@@ -156,6 +160,8 @@ class CompiledStep:
             return self._call((args, kwargs))
 
     def _call(self, batch: Batch) -> Any:
+        self._optimizers.check_in_force()
+        settle_(self._derived)  # an evaluation since the last step has put other tensors there
         leaves, batch_key = take_apart(batch)
         key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
         missed: Op | None = None
@@ -171,6 +177,7 @@ class CompiledStep:
                 missed = plan.executor.program.ops[held.position]
         if missed is not None:
             self._plans.missed_(missed)
+            self._news.read_(missed.site)
         return self._record(key, batch, leaves, changed)
 
     def report(self) -> Report:
@@ -183,10 +190,11 @@ class CompiledStep:
             plan.executor.layout,
             plan.original,
             plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
-            own_step=plan.finished.own_step,
+            own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             step_s=plan.step_s,
             added_s=plan.added_s,
+            notes=plan.notes,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -196,14 +204,15 @@ class CompiledStep:
         subject = subjects.build(
             self._model,
             self._loss_fn,
-            self._optimizer,
+            self._optimizers,
             leaves,
             accumulate=options.accumulate,
             clip_norm=options.clip_norm,
             scaling=scaling,
         )
+        self._derived = subject.derived
         self._news.note(key, changed)
-        check_early(options, self._optimizer)
+        check_early(options, self._optimizers)
         recorded = RecordedStep(
             subject,
             self._recipe,
@@ -226,10 +235,10 @@ class CompiledStep:
         options, group = self.options, self._group
         finished = finish_program(
             got.program,
-            self._optimizer,
+            self._optimizers,
             subject.parameters,
             subject.names,
-            own_step=why_own_step(self._optimizer, self._scaling),
+            own_steps=why_own_steps(self._optimizers, self._scaling),
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
             scaling=self._scaling,
@@ -250,6 +259,9 @@ class CompiledStep:
             names=tuple(subject.names[id(p)] for p in subject.parameters),
             step_s=planned.step_s,
             added_s=planned.added_s,
+            aside=got.aside,
+            held=got.held,
+            notes=got.notes,
         )
 
     def _executor(self, layout: Layout) -> Executor:
@@ -278,11 +290,12 @@ class CompiledStep:
             executor=executor,
             leaves=leaves,
             names=plan.names,
+            aside=plan.aside,
         )
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         # Where the update begins before they are all there, the parameters after it are. With a group, the update has
         # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
-        outside = plan.update is None or self._group is not None
+        outside = bool(plan.finished.own_steps) or self._group is not None
         gradients = outside or (not plan.proved and self.options.update == "end")
         out = beside.of_gradients(run) if gradients else beside.of_whole_steps(run)
         plan.proved = plan.executor is executor  # a rehearsal may have put another in its place
@@ -292,7 +305,8 @@ class CompiledStep:
         rehearse = plan.rehearsals < 2
         replayed = ReplayedStep(
             plan.executor,
-            self._optimizer,
+            self._optimizers,
+            [self._optimizers.members[own.position] for own in plan.finished.own_steps],
             plan.watch.parameters,
             leaves,
             update=plan.update,
@@ -301,12 +315,12 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
         )
         updated = replayed.run(inspect=inspect, log=rehearse)
-        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads)
+        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held)
         self.grad_norm = results.grad_norm
         if rehearse and updated:
             self._rehearsed(plan)
         self._plans.used_(plan)
-        if plan.has_state_now(self._optimizer):
+        if plan.has_state_now(self._optimizers):
             self._plans.drop_(plan)  # the next step is recorded with its update in the plan
         self._news.steady()
         return results.returned

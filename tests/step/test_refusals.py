@@ -619,8 +619,6 @@ def global_full_backward_hook(model: Any, calls: list[str]) -> Any:
 
 
 HOOKS = [
-    forward_hook,
-    forward_pre_hook,
     full_backward_hook,
     full_backward_pre_hook,
     tensor_hook,
@@ -637,6 +635,28 @@ def remove_after() -> Iterator[list[Any]]:
     yield handles
     for handle in handles:
         handle.remove()
+
+
+@pytest.mark.parametrize("register", [forward_hook, forward_pre_hook], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("when", ["before compile", "between steps"])
+def test_forward_hook_that_keeps_state_is_refused_and_put_back(
+    register: Callable[..., Any], when: str, remove_after: list[Any]
+) -> None:
+    model = normed()
+    optimizer = sgd(model)
+    calls: list[str] = []
+    step = tb.compile_step(model, cross_entropy, optimizer)
+    if when == "between steps":
+        for i in range(3):
+            step(*xy(i))
+    remove_after.append(register(model, calls))
+    before = snapshot(model, optimizer)
+    with pytest.raises(CaptureError, match=r"keeps state in Python: variable 'calls' of .*_hooks"):
+        step(*xy(3))
+    assert_same(snapshot(model, optimizer), before, "after the refusal")
+    assert calls == []
+    remove_after.pop().remove()
+    good_steps_equal_eagers(model, optimizer, step, cross_entropy)
 
 
 @pytest.mark.parametrize("register", HOOKS, ids=lambda f: f.__name__)
@@ -657,7 +677,7 @@ def test_hook_is_refused_by_name_and_training_goes_on_once_it_is_removed(
             step(*xy(i))
         remove_after.append(register(model, calls))
     before = snapshot(model, optimizer)
-    with pytest.raises(CaptureError, match=r"hook.*dropped.*Remove it"):
+    with pytest.raises(CaptureError, match=rf"hook.*<lambda> \(.*{HERE}:\d+\).*dropped.*Remove it"):
         step(*xy(3))
     assert_same(snapshot(model, optimizer), before, "after the refusal")
     remove_after.pop().remove()

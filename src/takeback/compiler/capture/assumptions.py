@@ -53,7 +53,8 @@ _VALUES = frozenset(
     )
 )
 _MOST_BYTES = 16 << 20  #: of one array; larger ones are held by identity only
-_TABLES = ("_parameters", "_buffers", "_modules")
+_PARTS = ("_parameters", "_buffers", "_modules")
+_TABLES = (*_PARTS, "_forward_hooks", "_forward_pre_hooks", *MODULE_HOOKS)  #: of a module, looked at whoever reads them
 #: Objects of these are not looked into: what they hold is not the step's.
 _OPAQUE = frozenset(
     ("numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess", "highspy")
@@ -286,13 +287,13 @@ class Assumptions:
             self._types.append((value, kind, attributes, path))
         shallow = reads is None and origin_of_module(kind.__module__) == "torch" and not _is_looked_into(kind)
         if issubclass(kind, torch.nn.Module) and attributes is not None:
-            yield from self._table(attributes, path, reads, skip=(*MODULE_HOOKS, *_TABLES))
-            for name in (*MODULE_HOOKS, *_TABLES):
+            yield from self._table(attributes, path, reads, skip=_TABLES)
+            for name in _TABLES:
                 table = attributes.get(name)
                 if table is not None:
                     self._length(table, f"{path}.{name}")
                     for key, item in tuple(table.items()):
-                        where = f"{path}.{key}" if name in _TABLES else f"{path}.{name[1:]}[{key!r}]"
+                        where = f"{path}.{key}" if name in _PARTS else f"{path}.{name[1:]}[{key!r}]"
                         self._items.append((table, key, item, where))
                         yield item, where
         elif attributes is not None:

@@ -6,6 +6,7 @@ order, and a hashable key of all the rest, which a plan is looked up by.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -47,19 +48,19 @@ def objects_of(batch: object) -> list[object]:
             found.append(leaf)
         return leaf
 
-    map_leaves(batch, _Leaf, visit)
+    map_leaves(batch, Leaf, visit)
     return found
 
 
-class _LeafType(type):
-    """Everything that is no container is an instance of `_Leaf`."""
+class LeafType(type):
+    """Everything that is no container is an instance of `Leaf`."""
 
     def __instancecheck__(cls, node: object) -> bool:
         containers = isinstance(node, Mapping | tuple | list) or type(node) in pytree.SUPPORTED_NODES
         return not containers and not (dataclasses.is_dataclass(node) and not isinstance(node, type))
 
 
-class _Leaf(metaclass=_LeafType):
+class Leaf(metaclass=LeafType):
     pass
 
 
@@ -105,6 +106,8 @@ def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     of = type(node)
     if isinstance(node, Mapping):
         rebuilt = {k: map_leaves(v, kind, change) for k, v in node.items()}
+        if isinstance(node, collections.defaultdict):
+            return of(node.default_factory, rebuilt)
         return rebuilt if of is dict else of(rebuilt)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
         return of(*(map_leaves(v, kind, change) for v in node))

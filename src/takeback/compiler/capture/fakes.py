@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
     UnsupportedOperatorException,
 )
 
+from takeback.compiler.capture.optimizers import Optimizers
 from takeback.errors import CaptureError
 
 
@@ -48,8 +49,8 @@ class FakeWorld:
         return made.requires_grad_(tensor.requires_grad)
 
     def copy(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss_fn: Callable[..., Any]
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Callable[..., Any]]:
+        self, model: torch.nn.Module, optimizers: Optimizers, loss_fn: Callable[..., Any]
+    ) -> tuple[torch.nn.Module, Optimizers, Callable[..., Any]]:
         """The three copied together, so that they still share what they shared; their tensors are fakes."""
         memo: dict[int, Any] = {}
         for p in model.parameters():
@@ -57,11 +58,16 @@ class FakeWorld:
             memo[id(p)] = torch.nn.Parameter(data, requires_grad=p.requires_grad)
         for t in model.buffers():
             memo.setdefault(id(t), self.fake(t))
-        for table in optimizer.state.values():
+        for module in model.modules():  # what stands there may have a graph, and could not be copied
+            for value in vars(module).values():
+                if isinstance(value, torch.Tensor) and not value.is_leaf:
+                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                    memo.setdefault(id(value), made)
+        for _, table in optimizers.states:
             for value in table.values():
                 if isinstance(value, torch.Tensor):
                     memo.setdefault(id(value), self.fake(value))
-        copied = copy.deepcopy([model, optimizer, loss_fn], memo)
+        copied = copy.deepcopy([model, optimizers, loss_fn], memo)
         return copied[0], copied[1], copied[2]
 
     def fill_states(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.nn.Parameter]) -> None:

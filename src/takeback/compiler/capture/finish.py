@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.twin import disproof
-from takeback.compiler.capture.update import Update, lacks_state, own_step_reason, write_update
+from takeback.compiler.capture.update import Update, Updates, lacks_state, own_step_reason, write_update
 from takeback.compiler.program import BufferId, Program
 from takeback.errors import OptionError
 from takeback.options import Options
@@ -21,8 +22,9 @@ _AWAITS_STATE = "the scaler skipped the optimizer's first step, so there is no s
 
 @dataclass(frozen=True)
 class OwnStep:
-    """The optimizer's own step() is called, outside of the plan."""
+    """An optimizer's own step() is called, outside of the plan."""
 
+    position: int  #: among the step's optimizers
     optimizer: str  #: its class
     reason: str
 
@@ -32,49 +34,67 @@ class Finished:
     """A program ready for the passes."""
 
     program: Program
-    update: Update | None  #: None where the optimizer's own step() is called
+    update: Updates | None  #: of the optimizers whose own step() is not called; None if there are none
     kept: frozenset[BufferId]  #: what must last to the end of the step
-    own_step: OwnStep | None
+    own_steps: tuple[OwnStep, ...]
     awaits_state: bool = False  #: it is called only until the optimizer has its state
 
 
-def why_own_step(optimizer: torch.optim.Optimizer, scaling: Scaling | None = None) -> str | None:
-    """Why this optimizer's update cannot be part of a plan; None if it can: it was proved on a twin."""
+def why_own_steps(optimizers: Optimizers, scaling: Scaling | None = None) -> tuple[str | None, ...]:
+    """For each optimizer why its update cannot be part of a plan; None if it can: it was proved on a twin."""
+    return tuple(_why(member, scaling) for member in optimizers.members)
+
+
+def _why(optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> str | None:
     reason = own_step_reason(optimizer) or (scaling.own_step_reason() if scaling is not None else None)
     return reason or disproof(optimizer, scaling)
 
 
-def check_early(options: Options, optimizer: torch.optim.Optimizer) -> None:
+def check_early(options: Options, optimizers: Optimizers) -> None:
     """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
-    reason = why_own_step(optimizer) if options.update == "early" else None
-    if reason is not None:
-        raise OptionError(
-            f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
-            f"called: {reason}. Use update='end'."
-        )
+    reasons = why_own_steps(optimizers) if options.update == "early" else ()
+    for reason in reasons:
+        if reason is not None:
+            raise OptionError(
+                f"update='early' needs an update that is part of the plan, but the optimizer's own step() would be "
+                f"called: {reason}. Use update='end'."
+            )
 
 
 def finish_program(
     program: Program,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     parameters: Sequence[torch.nn.Parameter],
     names: Mapping[int, str],
     *,
-    own_step: str | None,
+    own_steps: Sequence[str | None],
     one_by_one: bool = False,
     keep_grads: bool = False,
     scaling: Scaling | None = None,
 ) -> Finished:
-    """`own_step` is what `why_own_step` said of the user's optimizer. `names` are those of the parameters, by id.
+    """`own_steps` is what `why_own_steps` said of the user's optimizers. `names` are those of the parameters, by id.
     `one_by_one`: each parameter may be updated at a time of its own. `keep_grads`: the caller wants the gradients."""
     updated = [parameters[i] for i in program.grads]
-    awaits = own_step is None and scaling is not None and lacks_state(optimizer, updated)
-    reason = _AWAITS_STATE if awaits else own_step
-    update: Update | None = None
-    if reason is None:
-        program, update = write_update(program, optimizer, parameters, names, one_by_one=one_by_one, scaling=scaling)
-    kept = {r.buffer for r in program.grads.values()} if keep_grads or update is None else set()
+    awaits = own_steps == (None,) and scaling is not None and lacks_state(optimizers.only, updated)
+    reasons = (_AWAITS_STATE,) if awaits else own_steps
+    updates: list[Update] = []
+    planned: set[int] = set()
+    for member, reason in zip(optimizers.members, reasons, strict=True):
+        if reason is not None:
+            continue
+        planned.update(id(p) for group in member.param_groups for p in group["params"])
+        formulas = sum(len(update.formulas) for update in updates)
+        program, update = write_update(
+            program, member, parameters, names, one_by_one=one_by_one, scaling=scaling, formulas=formulas
+        )
+        updates.append(update)
+    own = tuple(
+        OwnStep(i, type(member).__name__, reason)
+        for i, (member, reason) in enumerate(zip(optimizers.members, reasons, strict=True))
+        if reason is not None
+    )
+    # A parameter that has no optimizer now may be given to one whose own step() is called.
+    kept = {r.buffer for i, r in program.grads.items() if keep_grads or (own and id(parameters[i]) not in planned)}
     if program.found_inf is not None:
         kept.add(program.found_inf.buffer)
-    own = OwnStep(type(optimizer).__name__, reason) if reason is not None else None
-    return Finished(program, update, frozenset(kept), own, awaits)
+    return Finished(program, Updates(tuple(updates)) if updates else None, frozenset(kept), own, awaits)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,22 +62,41 @@ def check_loss(loss: Any, subject: Subject, *, first: bool) -> None:
         )
 
 
-def check_leaves(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Tensor]) -> None:
-    """Eager would leave a gradient in every tensor that needs one; takeback does for the model's parameters only."""
+@dataclass(frozen=True)
+class Leaves:
+    """What the loss depends on besides the model's parameters."""
+
+    foreign: Mapping[torch.nn.Parameter, str]  #: of the modules that loss_fn holds, with their names
+    reentrant: bool  #: a checkpoint hides what is inside of it, and must get the whole backward
+
+
+def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Tensor]) -> Leaves:
+    """Eager would leave a gradient in every tensor that needs one; takeback does for the model's parameters only. For
+    those of another module that is what people want (a discriminator in a generator's loss); the report says so. A
+    tensor that belongs to no module is refused."""
     ours = {id(p) for p in subject.parameters}
     theirs = {id(t) for t in reachable if t.is_leaf and t.requires_grad} - ours
-    if not theirs:
-        return
+    modules = {p: f"{m}.{n}" for m, module in subject.beside.items() for n, p in module.named_parameters()}
+    found: dict[torch.nn.Parameter, str] = {}
+    reentrant = False
     pending, seen = [loss.grad_fn], set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        reentrant = reentrant or node.name() == "CheckpointFunctionBackward"
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in theirs:
-            raise CaptureError(
-                f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not a "
-                f"parameter of the model, so it would get no gradient. Make it a parameter of the model, or detach it."
-            )
+        if variable is not None and id(variable) not in ours:
+            if variable in modules:
+                found[variable] = modules[variable]
+            elif id(variable) in theirs:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not "
+                    f"a parameter of the model, so it would get no gradient. Make it a parameter of the model, or "
+                    f"detach it."
+                )
         pending.extend(following for following, _ in node.next_functions)
+    if reentrant:
+        found = {p: name for p, name in modules.items() if p.requires_grad and id(p) not in ours}
+    return Leaves(found, reentrant)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, Place
+from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
+from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.leaks import tripwires
-from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
+from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
@@ -49,6 +52,9 @@ class Capture:
     grad_norm: torch.Tensor | None
     rewind_: Callable[[], None]  #: takes back what the step wrote and drew, as often as it is called
     statistics: tuple[torch.Tensor, ...]  #: what the forward and backward wrote of the user's
+    aside: Aside = field(default_factory=Aside)
+    held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
+    notes: tuple[str, ...] = ()
 
 
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
@@ -154,11 +160,12 @@ def _attempt(
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
             recorder.undo_()
+            settle_(subject.derived)
             for p in subject.parameters:
                 p.grad = None
             raise
-    assumptions = _look(subject, args, kwargs, onlooker.seen)
-    return _finish(subject, recorder, before, assumptions, ran, log.events if log is not None else ())
+    look = functools.partial(_look, subject, args, kwargs, onlooker.seen)
+    return _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
 
 
 def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -177,6 +184,7 @@ class _Ran:
     aux: Any
     has_aux: bool
     grad_norm: torch.Tensor | None
+    foreign: dict[torch.nn.Parameter, str]  #: parameters of other modules that the loss depends on, with their names
 
 
 def _run(
@@ -193,6 +201,7 @@ def _run(
     total: torch.Tensor | None = None
     parts: list[Any] = []
     has_aux = False
+    foreign: dict[torch.nn.Parameter, str] = {}
     with recorder:
         for index in range(count):
             recorder.phase = Phase.FORWARD
@@ -200,15 +209,15 @@ def _run(
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             check_loss(loss, subject, first=index == 0)
-            check_leaves(loss, subject, reachable)
+            leaves = leaves_of(loss, subject, reachable)
             parts.append(aux)
             part = loss if count == 1 else loss / count
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
-            _backward(root)
+            foreign |= _backward(root, subject, leaves)
             detached = part.detach()
             total = detached if total is None else total + detached
-            del loss, out, part, root
+            del loss, out, part, root, leaves
     recorder.mark_end_of_backward()
     with recorder:
         if scaling is None:
@@ -218,12 +227,18 @@ def _run(
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
     assert total is not None
-    return _Ran(total, parts[0] if count == 1 else tuple(parts), has_aux, norm)
+    return _Ran(total, open_objects(parts[0] if count == 1 else tuple(parts)), has_aux, norm, foreign)
 
 
-def _backward(loss: torch.Tensor) -> None:
+def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
+    """Of the parameters of other modules no gradient is computed, unless a checkpoint asks for the whole backward.
+    Gives those that would have got one."""
+    wanted = [p for p in subject.parameters if p.requires_grad]
+    narrow = bool(leaves.foreign) and not leaves.reentrant
     try:
-        loss.backward()
+        with Aside(tuple(leaves.foreign)).around():
+            loss.backward(inputs=wanted if narrow else None)
+            return {p: name for p, name in leaves.foreign.items() if narrow or p.grad is not None}
     except RuntimeError as error:
         if "second time" in str(error):
             raise CaptureError(
@@ -237,7 +252,7 @@ def _finish(
     subject: Subject,
     recorder: Recorder,
     before: Assumptions,
-    assumptions: Assumptions,
+    look: Callable[[], Assumptions],
     ran: _Ran,
     events: Sequence[AllocatorEvent],
 ) -> Capture:
@@ -245,8 +260,12 @@ def _finish(
     aux_tensors = results_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
     found_inf = subject.scaling.found_inf if subject.scaling is not None else None
-    given = [ran.loss, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
+    made = [(d.holder, d.detached()) for d in subject.derived if d.is_new]
+    held = [new for _, new in made]
+    given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
+    settle_(subject.derived)
+    assumptions = look()
     within = assumptions.places()
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
@@ -256,7 +275,7 @@ def _finish(
         raise _KeptState(reason, recorder.new_state, within)
     program = recorder.program(
         recorder.region(ran.loss),
-        tuple(recorder.region(t) for t in aux_tensors),
+        tuple(recorder.region(t) for t in (*aux_tensors, *held)),
         {i: recorder.region(g) for i, g in grads.items()},
         recorder.region(ran.grad_norm) if ran.grad_norm is not None else None,
         events,
@@ -271,13 +290,25 @@ def _finish(
         program,
         assumptions,
         ran.loss,
-        aux,
+        close_objects(aux),
         form,
         ran.has_aux,
         ran.grad_norm,
         recorder.rewind_,
         recorder.statistics,
+        Aside(tuple(ran.foreign), subject.derived),
+        tuple(holder for holder, _ in made),
+        tuple(_notes(ran.foreign)),
     )
+
+
+def _notes(foreign: Mapping[torch.nn.Parameter, str]) -> Iterator[str]:
+    if foreign:
+        yield (
+            f"the loss depends on {len(foreign)} parameters of other modules ({next(iter(foreign.values()))}, ...), "
+            f"which this step does not train: their gradients are not computed, and their .grad is left as it is. "
+            f"Eager would add to it what zero_grad() throws away before those modules are trained"
+        )
 
 
 def _kept(
@@ -313,6 +344,7 @@ def _kept(
     if changed is not None:
         return (
             f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
-            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model."
+            f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model. For a metric or a "
+            f"history, return the tensor as aux and update it outside."
         )
     return None

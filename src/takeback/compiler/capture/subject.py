@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from takeback.compiler.capture.derived import Derived, derived_of, settle_
 from takeback.compiler.capture.hooks import hooks_on
 from takeback.compiler.capture.modes import dispatch_mode
+from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
+from takeback.compiler.capture.reach import modules_beside
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.program import Role
+from takeback.compiler.program import Role, Site
 from takeback.errors import CaptureError
 
 _NEW_PLANS_BEFORE_WARNING = 4
@@ -30,6 +33,8 @@ class Subject:
     accumulate: int = 1
     clip_norm: float | None = None
     scaling: Scaling | None = None
+    beside: Mapping[str, torch.nn.Module] = field(default_factory=dict)  #: modules that loss_fn holds, by name
+    derived: tuple[Derived, ...] = ()
 
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
@@ -44,26 +49,22 @@ class Subject:
         return found
 
 
-def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
-    """Raises for arguments that no step could be made of."""
+def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None) -> Optimizers:
+    """Raises for arguments that no step could be made of. Gives the optimizers as the step has them."""
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss_fn):
         raise CaptureError(f"loss_fn must be callable as loss_fn(model, *batch), got {type(loss_fn).__name__}")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise CaptureError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise CaptureError(
-            "LBFGS evaluates the loss several times in one step through a closure, so it is not one forward, backward "
-            "and update. Use it in eager."
-        )
+    optimizers = optimizers_of(optimizer, scaler)
+    check_disjoint(optimizers.members)
     if any(isinstance(m, torch.nn.parallel.DistributedDataParallel) for m in model.modules()):
         raise CaptureError(
             "the model is wrapped in DistributedDataParallel, which averages gradients where no recorder sees it, so a "
             "replay would not. Pass the module inside it (model.module), and the process group as group=."
         )
     known = {id(p) for p in model.parameters()}
-    for g, group in enumerate(optimizer.param_groups):
+    groups = [group for member in optimizers.members for group in member.param_groups]
+    for g, group in enumerate(groups):
         for i, p in enumerate(group["params"]):
             if id(p) not in known:
                 raise CaptureError(
@@ -77,6 +78,7 @@ def check(model: Any, loss_fn: Any, optimizer: Any) -> None:
         )
     if devices and device_of(model).type not in ("cpu", "cuda"):
         raise CaptureError(f"mode 'exact' runs on the CPU and on CUDA in this version; the model is on {devices[0]}.")
+    return optimizers
 
 
 def _placed(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -91,7 +93,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def build(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Optimizers,
     leaves: Sequence[torch.Tensor],
     *,
     accumulate: int,
@@ -99,7 +101,7 @@ def build(
     scaling: Scaling | None = None,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
-    check(model, loss_fn, optimizer)
+    optimizers = check(model, loss_fn, optimizer)
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
@@ -109,12 +111,15 @@ def build(
             f"the step is called inside of a TorchDispatchMode ({type(mode).__qualname__}), which would see a replay's "
             f"ops in place of eager's. Leave it before the step."
         )
-    hook = hooks_on(model)
+    beside = modules_beside(model, loss_fn)
+    hook = hooks_on({"": model, **beside})
     if hook is not None:
         raise CaptureError(
             f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
             f"loss_fn (values to look at can be returned as aux)."
         )
+    derived = derived_of({id(m): m for outer in (model, *beside.values()) for m in outer.modules()}.values())
+    settle_(derived)
     names = {id(p): name for name, p in model.named_parameters()}
     storages = {p.untyped_storage()._cdata: names[id(p)] for p in model.parameters()}
     for i, leaf in enumerate(leaves):
@@ -137,11 +142,12 @@ def build(
             raise CaptureError(f"tensor {i} of the batch is on {leaf.device}, the model on {device}.")
     states = tuple(
         (value, f"{names.get(id(p), 'parameter')}.{name}")
-        for p, table in optimizer.state.items()
+        for p, table in optimizers.states
         for name, value in table.items()
         if isinstance(value, torch.Tensor)
     )
-    return Subject(model, loss_fn, tuple(model.parameters()), names, states, accumulate, clip_norm, scaling)
+    parameters = tuple(model.parameters())
+    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived)
 
 
 class NewPlans:
@@ -150,6 +156,11 @@ class NewPlans:
     def __init__(self) -> None:
         self._keys: list[Hashable] = []
         self._warned = False
+        self._read: Site | None = None
+
+    def read_(self, site: Site | None) -> None:
+        """The next plan is made because the value that was read into Python here is another one."""
+        self._read = site
 
     def steady(self) -> None:
         self._keys.clear()
@@ -157,13 +168,19 @@ class NewPlans:
     def note(self, key: Hashable, changed: str | None = None) -> None:
         """`changed`: why the plan for this key could not be used, if there is one."""
         self._keys.append(key)
+        read, self._read = self._read, None
         if len(self._keys) < _NEW_PLANS_BEFORE_WARNING or self._warned:
             return
         self._warned = True
         same = self._keys[-2] == self._keys[-1]
         varies = changed if same and changed else _difference(self._keys[-2], self._keys[-1])
+        if same and read is not None:
+            varies = f"the value that is read into Python at {read.describe()} is another one each time"
         advice = (
-            "If the step needs a number that changes, pass it as an argument or a tensor; if not, do not read it there."
+            "If it is only looked at, return the tensor as aux and call .item() outside of the step; else keep it in a "
+            "tensor (torch.where instead of if)."
+            if same and read is not None
+            else "If the step needs a number that changes, pass it as a tensor; if not, do not read it there."
             if same
             else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
         )

@@ -47,7 +47,8 @@ def refuse_dynamic(target: OpOverload, args: tuple[Any, ...], site: Site | None)
         return
     raise CaptureError(
         f"{target} gives a tensor whose shape depends on the data{at(site)}, so no plan can hold it. Keep the shape "
-        f"fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch."
+        f"fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch. A metric "
+        f"is computed outside, of tensors returned as aux."
     )
 
 

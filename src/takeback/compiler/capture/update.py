@@ -8,11 +8,14 @@ Out: the program with the update appended, and the formulas of its run-time scal
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from takeback.compiler.capture.optimizers import inner_of
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.update_writer import Formula, Group, UpdateWriter
 from takeback.compiler.program import HyperScalar, Op, Phase, Program, Region, Role
@@ -29,6 +32,26 @@ _GLOBAL_HOOKS = (
 )
 
 _STATE_NAMES = {"sgd": ("momentum_buffer",), "adam": ("step", "exp_avg", "exp_avg_sq")}
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Those of all optimizers whose update is in the plan, in their order."""
+
+    each: tuple[Update, ...]
+
+    def scalars(self) -> list[float]:
+        return [value for update in self.each for value in update.scalars()]
+
+    def still_applies(self) -> bool:
+        return all(update.still_applies() for update in self.each)
+
+    def note_(self) -> None:
+        """What eager's step() would have noted of being called: a scheduler made since looks for it, and would warn
+        (checked on 2.11 and 2.13)."""
+        for update in self.each:
+            if "step" in vars(update.optimizer):
+                update.optimizer._opt_called = True
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,16 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
     """Why this optimizer's update is not written into the plan, or None if it can be."""
     kind = type(optimizer)
     if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        inner = inner_of(optimizer)
+        if inner is not None:
+            return (
+                f"{kind.__module__}.{kind.__qualname__} wraps {type(inner).__name__} and may do more than call its "
+                f"step(); pass the optimizer inside it if it does not"
+            )
         return f"{kind.__module__}.{kind.__qualname__} is not one whose update takeback writes out"
+    replaced = _replaced_step(optimizer)
+    if replaced is not None:
+        return replaced
     tables = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *_GLOBAL_HOOKS)
     if any(hook is not move_versions_ for table in tables for hook in table.values()):  # a replay moves them as well
         return "the optimizer has step hooks"
@@ -97,6 +129,24 @@ def own_step_reason(optimizer: torch.optim.Optimizer) -> str | None:
             return "betas are tensors"
         if any(p.is_complex() for p in group["params"]):
             return "a parameter is complex"
+    return None
+
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _replaced_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """Where somebody has put a function of his own in the place of step(), on this optimizer or on its class. torch's
+    own do not count: learning-rate schedulers put one there that notes the call, and then calls step()."""
+    step: Any = optimizer.step
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        code = getattr(step, "__code__", None)
+        if code is None:
+            return f"step was replaced by a {type(step).__qualname__}"
+        if not code.co_filename.startswith(_TORCH):
+            return f"step was replaced by {code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        step = getattr(step, "__wrapped__", None)
     return None
 
 
@@ -335,11 +385,13 @@ def write_update(
     *,
     one_by_one: bool = False,
     scaling: Scaling | None = None,
+    formulas: int = 0,
 ) -> tuple[Program, Update]:
     """The program with the optimizer's update appended. Call only if `own_step_reason` gave None. `one_by_one`: foreach
     and fused kernels are called for each parameter by itself, so that each update may run at a time of its own.
-    `scaling`: the kernels that skip the update themselves are told of the program's `found_inf`."""
-    w = UpdateWriter(program)
+    `scaling`: the kernels that skip the update themselves are told of the program's `found_inf`. `formulas`: how many
+    the updates written before have."""
+    w = UpdateWriter(program, formulas)
     kind = _kind(optimizer)
     position = {id(p): i for i, p in enumerate(parameters)}
     if scaling is not None and scaling.in_kernel:

@@ -31,7 +31,9 @@ class Formula:
 class UpdateWriter:
     """Appends ops to a program; every tensor it is given is one that the program knows or borrows."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, before: int = 0) -> None:
+        """`before`: how many formulas the program's updates have already."""
+        self._before = before
         self.ops: list[Op] = []
         self.buffers: dict[BufferId, Buffer] = dict(program.buffers)
         self.externals: dict[BufferId, torch.Tensor] = dict(program.externals)
@@ -59,7 +61,7 @@ class UpdateWriter:
 
     def scalar(self, text: str, function: Function, step: torch.Tensor | None = None) -> HyperScalar:
         self.formulas.append(Formula(text, self.group, step, function))
-        return HyperScalar(len(self.formulas) - 1, text)
+        return HyperScalar(self._before + len(self.formulas) - 1, text)
 
     def write(self, target: Any, onto: Region | tuple[Region, ...], *args: Argument, **kwargs: Argument) -> None:
         """An op that writes its first argument."""

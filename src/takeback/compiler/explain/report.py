@@ -96,13 +96,15 @@ def build_report(
     original: Program,
     execution: Execution,
     *,
-    own_step: OwnStep | None = None,
+    own_steps: Sequence[OwnStep] = (),
     skipped: Skipped | None = None,
     step_s: float = 0.0,
     added_s: float = 0.0,
+    notes: Sequence[str] = (),
 ) -> Report:
-    """`original` is the recorded program before the passes; it says what eager would hold. `own_step`: the optimizer's
-    update is not in it. `skipped`: a comparison that was due and not made."""
+    """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
+    optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `notes`: of
+    the recording."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
@@ -126,7 +128,7 @@ def build_report(
         allocations_per_step=_allocations(layout, entries, execution, measured),
         copied_bytes=copied + (measured.landed_bytes if measured else 0),
         ledger=entries,
-        refusals=(*layout.draft.refusals, *_refused(own_step, program)),
+        refusals=(*layout.draft.refusals, *_refused(own_steps, program)),
         resident={k: v for k, v in resident.items() if v},
         ops=len(program.ops),
         eager_peak_at=_where(top) if top else "",
@@ -134,7 +136,7 @@ def build_report(
         eager_curve=eager.curve,
         measured=measured,
         placed=execution.serves_ops,
-        notes=tuple(_notes(layout, execution, own_step, skipped)),
+        notes=tuple(_notes(layout, execution, own_steps, skipped, notes)),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
@@ -156,23 +158,26 @@ def _allocations(layout: Layout, entries: Sequence[Entry], execution: Execution,
     return outside if layout.arena is None else outside + len(program.returned)
 
 
-def _refused(own_step: OwnStep | None, program: Program) -> Iterator[Refusal]:
-    if own_step is not None:
+def _refused(own_steps: Sequence[OwnStep], program: Program) -> Iterator[Refusal]:
+    for own_step in own_steps:
         yield Refusal("plan the update", own_step.optimizer, program.loss.buffer, 0, own_step.reason)
 
 
-def _notes(layout: Layout, execution: Execution, own_step: OwnStep | None, skipped: Skipped | None) -> Iterator[str]:
+def _notes(
+    layout: Layout, execution: Execution, own_steps: Sequence[OwnStep], skipped: Skipped | None, more: Sequence[str]
+) -> Iterator[str]:
     if execution.group:
         yield execution.group
     if layout.arena is None:
         yield _NO_ARENA
     elif not execution.serves_ops:
         yield _NO_NATIVE
-    if own_step is not None:
+    for own_step in own_steps:
         yield (
             f"the update is not part of the plan: {own_step.optimizer}'s own step() is called after the backward, "
             f"because {own_step.reason}"
         )
+    yield from more
     yield from layout.draft.notes
     if skipped is not None:
         yield skipped.reason

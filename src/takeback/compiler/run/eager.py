@@ -5,6 +5,7 @@ A `Recipe` says what a step is made of; its methods are the parts of that step, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 
 from takeback.compiler.capture.batch import microbatch
 from takeback.compiler.capture.loss import split_loss
+from takeback.compiler.capture.optimizers import Optimizers, optimizers_of
 
 
 class Scaler(Protocol):
@@ -30,10 +32,14 @@ class Recipe:
 
     model: torch.nn.Module
     loss_fn: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Optimizers
     accumulate: int = 1
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
+
+    @functools.cached_property
+    def optimizers(self) -> Optimizers:
+        return optimizers_of(self.optimizer, self.scaler)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -57,15 +63,15 @@ class Recipe:
         return total
 
     def update_(self) -> None:
-        """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizer's step, updates the scale."""
+        """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizers' step, updates the scale."""
         if self.clip_norm is not None:
             if self.scaler is not None:
-                self.scaler.unscale_(self.optimizer)
+                self.scaler.unscale_(self.optimizers.only)
             clip_(self.parameters, self.clip_norm)
         if self.scaler is None:
-            self.optimizer.step()
+            self.optimizers.step_()
         else:
-            self.scaler.step(self.optimizer)
+            self.scaler.step(self.optimizers.only)
             self.scaler.update()
 
     def drop_grads_(self) -> None:
@@ -76,7 +82,7 @@ class Recipe:
 def eager_step(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import torch
 
+from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.finish import Finished
-from takeback.compiler.capture.update import Update, lacks_state
+from takeback.compiler.capture.optimizers import Optimizers
+from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.program import Op, Program
@@ -35,6 +37,9 @@ class Plan:
     names: tuple[str, ...]  #: of the parameters
     step_s: float  #: predicted, without rebuilding
     added_s: float
+    aside: Aside = field(default_factory=Aside)
+    held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes: the program's last aux go there
+    notes: tuple[str, ...] = ()  #: of the recording
     proved: bool = False  #: compared with its reference
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
@@ -45,7 +50,7 @@ class Plan:
         return self.finished.program
 
     @property
-    def update(self) -> Update | None:
+    def update(self) -> Updates | None:
         return self.finished.update
 
     @functools.cached_property
@@ -61,10 +66,10 @@ class Plan:
             return "the step writes a batch tensor, and others share its memory this time"
         return self.watch.change(leaves)
 
-    def has_state_now(self, optimizer: torch.optim.Optimizer) -> bool:
+    def has_state_now(self, optimizers: Optimizers) -> bool:
         """Whether the update could be in the plan, and is not because there was no state when it was made."""
         parameters = [self.watch.parameters[i] for i in self.original.grads]
-        return self.finished.awaits_state and not lacks_state(optimizer, parameters)
+        return self.finished.awaits_state and not lacks_state(optimizers.only, parameters)
 
 
 class PlanCache(Sequence[Plan]):
@@ -116,5 +121,6 @@ class PlanCache(Sequence[Plan]):
             raise CaptureError(
                 f"the step reads a tensor into Python at {where}, and the value was a new one {self._misses} "
                 f"times in a row. takeback holds such a value with a guard and records anew when it changes, which "
-                f"never ends here. Keep it in a tensor (torch.where instead of if), or pass it as an argument."
+                f"never ends here. If it is only looked at, return the tensor as aux and call .item() outside of the "
+                f"step; else keep it in a tensor (torch.where instead of if), or pass it as an argument."
             )

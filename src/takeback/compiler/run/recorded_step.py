@@ -53,7 +53,7 @@ class RecordedStep:
                 norm = clip_(self.subject.parameters, recipe.clip_norm)
             step.commit()
             if scaling is None:
-                recipe.optimizer.step()
+                recipe.optimizers.step_()
             else:
                 scaling.step_(scaling.found_inf)
             if group is not None:
@@ -67,4 +67,4 @@ class RecordedStep:
 
     def _snapshot(self) -> Snapshot:
         held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()
-        return Snapshot(self.subject.parameters, self.recipe.optimizer, held)
+        return Snapshot(self.subject.parameters, self.recipe.optimizers, held)

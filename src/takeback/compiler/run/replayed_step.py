@@ -1,7 +1,7 @@
 """One replayed step, from the batch to what the caller gets: the executor computes, then the user's objects change.
 
-The planned update is run unless a scaler skips it; the optimizer's own step() is called where the update is not in the
-plan, or where the ranks of a group have gradients for other parameters than the plan's update assumed.
+The planned update is run unless a scaler skips it; an optimizer's own step() is called where its update is not in the
+plan, and all of them where the ranks of a group have gradients for other parameters than the plan's update assumed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.aux_objects import close_objects
 from takeback.compiler.capture.batch import map_leaves
+from takeback.compiler.capture.optimizers import Optimizers, step_
 from takeback.compiler.capture.record_step import AuxSlot
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.update import Update
+from takeback.compiler.capture.update import Updates
 from takeback.compiler.program import Region
 from takeback.compiler.run.eager import clip_
 from takeback.compiler.run.executor import Executor
@@ -38,13 +40,14 @@ class Results:
 
 @dataclass
 class ReplayedStep:
-    """`run` it, then `take` what it gave. `update` is None where the optimizer's own step() is called."""
+    """`run` it, then `take` what it gave. `own` are the optimizers whose own step() is called."""
 
     executor: Executor
-    optimizer: torch.optim.Optimizer
+    optimizers: Optimizers
+    own: Sequence[torch.optim.Optimizer]
     parameters: Sequence[torch.nn.Parameter]
     leaves: Sequence[torch.Tensor]
-    update: Update | None
+    update: Updates | None
     group: Group | None
     scaling: Scaling | None
     clip_norm: float | None
@@ -59,7 +62,7 @@ class ReplayedStep:
         """The whole step. Gives whether the planned update was run."""
         planned, scaling = self.update is not None, self.scaling
         skips = planned and scaling is not None and not scaling.in_kernel
-        finishes = not planned or self.group is not None or scaling is not None
+        finishes = bool(self.own) or self.group is not None or scaling is not None
         updated = self.executor.run(
             self.leaves,
             self.update.scalars() if self.update is not None else (),
@@ -71,14 +74,18 @@ class ReplayedStep:
         )
         # A replay calls kernels below the level that counts writes, and autograd goes by that count.
         torch.autograd.graph.increment_version([self.parameters[i] for i in self._grads])
+        if updated and self.update is not None:
+            self.update.note_()
         return updated
 
-    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool) -> Results:
+    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool, held: Sequence[torch.Tensor] = ()) -> Results:
         """Tensors for the caller, who owns them: copies of what is the plan's. `.grad` is set, to one or to None.
-        `aux_form` is aux with an `AuxSlot` for every tensor."""
+        `aux_form` is aux with an `AuxSlot` for every tensor; `held` take the values of the last ones."""
         executor, program, leaves = self.executor, self.executor.program, self.leaves
         loss = executor.give(program.loss, leaves)
-        aux = [self._returned(r) for r in program.aux]
+        aux = [self._returned(r) for r in program.aux[: len(program.aux) - len(held)]]
+        for holder, value in zip(held, program.aux[len(aux) :], strict=True):
+            holder.copy_(executor.tensor(value, leaves))
         norm = self._grad_norm
         if not self._replaced and program.grad_norm is not None:
             norm = executor.give(program.grad_norm, leaves)
@@ -86,7 +93,7 @@ class ReplayedStep:
             region = self._grads.get(i) if keep_grads else None
             p.grad = executor.give(region, leaves) if region is not None else None
         executor.release_()
-        form = map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index])
+        form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index]))
         return Results(loss, form, has_aux, norm)
 
     def _returned(self, region: Region) -> torch.Tensor:
@@ -112,26 +119,29 @@ class ReplayedStep:
         return self._finish
 
     def _finish(self) -> None:
-        if self.update is None or self._replaced:
-            self._own_step()
+        if self.own or self._replaced:
+            self._own_step(self.optimizers.members if self._replaced else self.own)
         elif self.scaling is not None:
             self.scaling.update_(self.executor.found_inf(self.leaves))
         if self.group is not None:
             self.group.commit_()
 
-    def _own_step(self) -> None:
-        """The optimizer's own step on the planned gradients. One that is not torch's might keep them, and gets copies.
-        What the executor has no more is no gradient of the optimizer's."""
-        keeps = not type(self.optimizer).__module__.startswith("torch.optim")
+    def _own_step(self, own: Sequence[torch.optim.Optimizer]) -> None:
+        """The optimizers' own step on the planned gradients. One that is not torch's might keep them, and gets copies.
+        What the executor has no more is no gradient of theirs; nor are those that a planned update has used."""
+        keeps = not all(type(o).__module__.startswith("torch.optim") for o in own)
+        theirs = {id(p) for o in own for group in o.param_groups for p in group["params"]}
+        alone = len(own) == len(self.optimizers.members)
         try:
             for i, p in enumerate(self.parameters):
-                here = i in self._grads and self.executor.still_has(self._grads[i])
+                here = i in self._grads and self.executor.still_has(self._grads[i]) and (alone or id(p) in theirs)
                 grad = self.executor.tensor(self._grads[i], self.leaves) if here else None
                 p.grad = grad.clone() if keeps and grad is not None else grad
             if self._replaced:
                 self._grad_norm = clip_(self.parameters, self.clip_norm)
             if self.scaling is None:
-                self.optimizer.step()
+                for optimizer in own:
+                    step_(optimizer)
             else:
                 self.scaling.step_(self.executor.found_inf(self.leaves))
         finally:

@@ -7,33 +7,35 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.optimizers import Optimizers
+
 
 class Snapshot:
-    """Copies of the parameters, of the optimizer's state and of `others`."""
+    """Copies of the parameters, of the optimizers' state and of `others`."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._tensors = [(t, t.detach().clone()) for t in (*parameters, *others)]
         self._state: dict[torch.Tensor, dict[str, Any]] = {
             p: {k: (v, v.detach().clone()) if isinstance(v, torch.Tensor) else (v, v) for k, v in table.items()}
-            for p, table in optimizer.state.items()
+            for p, table in optimizers.states
         }
 
     def restore_(self) -> None:
         """Puts everything back, into the very tensors that held it."""
         for tensor, before in self._tensors:
             tensor.detach().copy_(before)
-        state = self._optimizer.state
-        for p in [p for p in state if p not in self._state]:
-            del state[p]
-        for p, table in self._state.items():
-            state[p].clear()
-            for key, (live, before) in table.items():
+        for member in self._optimizers.members:
+            for p in [p for p in member.state if p not in self._state]:
+                del member.state[p]
+        for p, live_table in self._optimizers.states:
+            live_table.clear()
+            for key, (live, before) in self._state[p].items():
                 if isinstance(live, torch.Tensor):
                     live.detach().copy_(before)
-                state[p][key] = live
+                live_table[key] = live

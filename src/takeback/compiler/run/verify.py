@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.ownership.writes import generators_of, written_before_update
@@ -47,6 +48,7 @@ class BesideEager:
     executor: Executor
     leaves: Sequence[torch.Tensor]
     names: tuple[str, ...]  #: of the parameters
+    aside: Aside = field(default_factory=Aside)
 
     def of_gradients(self, run: Run) -> Any:
         """The result of the replay, whose loss, gradients and statistics are eager's; else the step is taken back."""
@@ -59,7 +61,7 @@ class BesideEager:
             aside.at_end(self.recipe.drop_grads_)
             aside.at_end(_saved(self._written(), self.executor.program))
             aside.compute()
-            with torch.enable_grad():
+            with torch.enable_grad(), self.aside.around():
                 loss = _gradients(self.recipe, self.batch, self.scaling)
             grads = {i: p.grad for i, p in enumerate(self.recipe.parameters) if p.grad is not None}
             found_inf = self.scaling.found_inf if self.scaling is not None else None
@@ -110,7 +112,7 @@ class BesideEager:
             del put_back  # eager's step needs the memory
             self._takes_back(both, _saved(self._written(), program))
             both.compute()
-            with torch.enable_grad():
+            with torch.enable_grad(), self.aside.around():
                 expected = recipe.backward_(self.batch, recipe.scaler)
                 both.commit()
                 recipe.update_()
@@ -149,7 +151,7 @@ class BesideEager:
         names = {id(p): n for n, p in model.named_parameters()}
         yield from model.named_parameters()
         yield from model.named_buffers()
-        for p, table in self.recipe.optimizer.state.items():
+        for p, table in self.recipe.optimizers.states:
             for key, value in table.items():
                 if isinstance(value, torch.Tensor):
                     yield f"{names.get(id(p), 'parameter')}.{key}", value
@@ -181,7 +183,7 @@ def prove_recording(
 
     def again() -> dict[str, torch.Tensor]:
         got.rewind_()
-        with torch.enable_grad():
+        with torch.enable_grad(), got.aside.around():
             loss = _gradients(recipe, batch, scaling)
         if recipe.clip_norm is not None and scaling is None:
             if unclipped:

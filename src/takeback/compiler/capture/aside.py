@@ -1,0 +1,33 @@
+"""What a run of the step leaves that is neither a result nor state of the model, and how it is set aside: gradients of
+parameters that are not the model's, and derived attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from takeback.compiler.capture.derived import Derived, settle_
+
+
+@dataclass(frozen=True)
+class Aside:
+    """`foreign`: parameters of other modules that take part in the loss. What is in their `.grad` is not the step's."""
+
+    foreign: tuple[torch.nn.Parameter, ...] = ()
+    derived: tuple[Derived, ...] = ()
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Afterwards the foreign parameters have the gradients that they had, and each derived attribute its holder."""
+        before = [(p, p.grad) for p in self.foreign]
+        for p in self.foreign:
+            p.grad = None
+        try:
+            yield
+        finally:
+            for p, grad in before:
+                p.grad = grad
+            settle_(self.derived)
