@@ -201,6 +201,7 @@ class CompiledStep:
 
     def _record(self, key: Hashable, batch: Batch, leaves: Sequence[torch.Tensor], changed: str | None) -> Any:
         options, scaling = self.options, self._scaling
+        subjects.check_surroundings()
         subject = subjects.build(
             self._model,
             self._loss_fn,

@@ -90,6 +90,16 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return next((t.device for t in _placed(model)), torch.device("cpu"))
 
 
+def check_surroundings() -> None:
+    """Raises where something around the step would see a replay's ops."""
+    mode = dispatch_mode()
+    if mode is not None:
+        raise CaptureError(
+            f"the step is called inside of a TorchDispatchMode ({type(mode).__qualname__}), which would see a replay's "
+            f"ops in place of eager's. Leave it before the step."
+        )
+
+
 def build(
     model: torch.nn.Module,
     loss_fn: Callable[..., Any],
@@ -105,12 +115,6 @@ def build(
     device = device_of(model)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
-    mode = dispatch_mode()
-    if mode is not None:
-        raise CaptureError(
-            f"the step is called inside of a TorchDispatchMode ({type(mode).__qualname__}), which would see a replay's "
-            f"ops in place of eager's. Leave it before the step."
-        )
     beside = modules_beside(model, loss_fn)
     hook = hooks_on({"": model, **beside})
     if hook is not None:
