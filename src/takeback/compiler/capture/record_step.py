@@ -19,6 +19,7 @@ from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of,
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
 from takeback.compiler.capture.randomness import default_generators
+from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
@@ -142,7 +143,8 @@ def _attempt(
         )
         on_abort(recorder.undo_)
         try:
-            with tripwires(), torch.enable_grad():
+            reads = Reads(recorder) if real else contextlib.nullcontext()
+            with tripwires(), torch.enable_grad(), reads:
                 ran = _run(subject, recorder, args, kwargs, assumptions.tensors)
         except BaseException:
             recorder.undo_()
@@ -214,7 +216,11 @@ def _run(
 
 def _backward(loss: torch.Tensor) -> None:
     try:
-        loss.backward()
+        # What loss.backward() does. That itself would set aside the mode that sees the calls of a custom backward.
+        one = torch.ones_like(loss, memory_format=torch.preserve_format)
+        torch.autograd.graph._engine_run_backward(
+            (loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
     except RuntimeError as error:
         if "second time" in str(error):
             raise CaptureError(
