@@ -147,7 +147,7 @@ def _attempt(
             with tripwires(), torch.enable_grad(), reads:
                 ran = _run(subject, recorder, args, kwargs, assumptions.tensors)
         except BaseException:
-            recorder.undo_()
+            recorder.rewind_()
             for p in subject.parameters:
                 p.grad = None
             raise
@@ -241,7 +241,7 @@ def _finish(
     torch.clear_autocast_cache()
     reason = _kept(recorder, assumptions, given)
     if reason is not None:
-        recorder.undo_()
+        recorder.rewind_()
         for p in subject.parameters:
             p.grad = None
         raise _KeptState(reason, recorder.new_state)

@@ -98,11 +98,14 @@ def build_report(
     *,
     own_step: OwnStep | None = None,
     skipped: Skipped | None = None,
+    unplanned: str = "",
     step_s: float = 0.0,
     added_s: float = 0.0,
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_step`: the optimizer's
-    update is not in it. `skipped`: a comparison that was due and not made."""
+    update is not in it. `skipped`: a comparison that was due and not made.
+    `unplanned`: how many steps ran plainly,
+    and why."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
@@ -134,7 +137,7 @@ def build_report(
         eager_curve=eager.curve,
         measured=measured,
         placed=execution.serves_ops,
-        notes=tuple(_notes(layout, execution, own_step, skipped)),
+        notes=(*((unplanned,) if unplanned else ()), *_notes(layout, execution, own_step, skipped)),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
