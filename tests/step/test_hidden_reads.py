@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -45,9 +45,9 @@ def plans_made(model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], bat
 
 
 class Tagger(torch.nn.Module):
-    def __init__(self, kind: type[torch.nn.RNNBase] = torch.nn.LSTM) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.rnn = kind(4, 3)
+        self.rnn = torch.nn.LSTM(4, 3)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         out, _ = self.rnn(pack_padded_sequence(x, lengths))
@@ -59,10 +59,9 @@ X = torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(0))
 A, B = torch.tensor([6, 5, 4, 3]), torch.tensor([6, 6, 4, 2])
 
 
-@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
-def test_packed_lengths_of_the_same_sum_get_plans_of_their_own(kind: type[torch.nn.RNNBase]) -> None:
+def test_packed_lengths_of_the_same_sum_get_plans_of_their_own() -> None:
     batches = [(X, A), (X, A), (X, B), (X, B), (X, A)]
-    assert plans_made(Tagger(kind), lambda m, x, n: m(x, n).square().sum(), batches) == [
+    assert plans_made(Tagger(), lambda m, x, n: m(x, n).square().sum(), batches) == [
         True,
         False,
         True,
@@ -259,22 +258,24 @@ RESIZE = ("resize_", "resize_as_")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_every_hidden_read_among_torch_s_ops_is_found_and_nothing_else_is_held() -> None:
-    _search(most=6)
+    assert _search(op_db, most=6) > 500
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_hidden_reads_in_a_few_samples_of_each_op() -> None:
-    _search(most=1)
+    few = [op for i, op in enumerate(op_db) if i % 5 == 0 or op.name == "tensor_split"]
+    assert _search(few, most=2) > 50
 
 
-def _search(most: int) -> None:
+def _search(ops: Sequence[Any], most: int) -> int:
+    """How many samples were tried."""
     hidden, tried = set(), 0
-    for op in op_db:
+    for op in ops:
         for dtype in (torch.float32, torch.int64):
             if dtype not in op.supported_dtypes("cpu"):
                 continue
             needs_grad = dtype.is_floating_point and op.supports_autograd
-            samples = op.sample_inputs("cpu", dtype, requires_grad=needs_grad)
+            samples = op.sample_inputs_func(op, "cpu", dtype, needs_grad)  # sample_inputs looks at pytest's whole stack
             for sample in itertools.islice(samples, most):
                 if not any(map(whole, tree_leaves((sample.input, sample.args, sample.kwargs)))):
                     continue
@@ -295,5 +296,5 @@ def _search(most: int) -> None:
                 assert not reads.found or in_secret or op.name in RESIZE, f"{op.name} is held for nothing"
                 if in_secret:
                     hidden.add(op.name)
-    assert tried > 250
     assert hidden == {"tensor_split"}
+    return tried
