@@ -33,10 +33,12 @@ class Options:
     max_plans: int = 8
     poison: bool = False
     solve_s: float = 120.0
+    unplanned: str = "raise"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
         _one_of("update", self.update, known=("end", "early"), ready=("end", "early"))
+        _one_of("unplanned", self.unplanned, known=("raise", "eager"), ready=("raise", "eager"))
         known = isinstance(self.memory, str) and (
             self.memory in ("auto", "min", "keep") or _TARGET.fullmatch(self.memory.strip())
         )
@@ -56,6 +58,11 @@ class Options:
             self._check_early()
         if self.group is not None:
             check_group(self.group)
+            if self.unplanned == "eager":
+                raise OptionError(
+                    "unplanned='eager' and group= do not go together: whether a step is planned is decided on each "
+                    "rank by itself. Use unplanned='raise', or make the step plannable."
+                )
             if self.scales:
                 raise OptionError(
                     "scaler= and group= do not go together yet: gradients are unscaled before they are averaged. Use "

@@ -41,11 +41,13 @@ from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
+from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError
 from takeback.options import Options, cache_dir, compiler
@@ -68,6 +70,7 @@ def compile_step(
     max_plans: int = 8,
     poison: bool = False,
     solve_s: float = 120.0,
+    unplanned: str = "raise",
 ) -> CompiledStep:
     """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
 
@@ -93,6 +96,8 @@ def compile_step(
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
+    unplanned     what becomes of a step that cannot be recorded: "raise" a CaptureError, or run it plainly in "eager",
+                  with a warning that names the reason; see step.counts
     """
     options = Options(
         mode=mode,
@@ -107,6 +112,7 @@ def compile_step(
         max_plans=max_plans,
         poison=poison,
         solve_s=solve_s,
+        unplanned=unplanned,
     )
     optimizers = subjects.check(model, loss_fn, optimizer, scaler if options.scales else None)
     return CompiledStep(model, loss_fn, optimizers, options)
@@ -134,6 +140,7 @@ class CompiledStep:
         self._replays = 0
         self._news = subjects.NewPlans()
         self._derived: tuple[Derived, ...] = ()
+        self._unplanned = Unplanned()
         self._group = Group(model, options.group) if options.group is not None else None
         clips = options.clip_norm is not None
         self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
@@ -172,19 +179,37 @@ class CompiledStep:
                 changed = changed or change
                 continue
             try:
-                return self._use(plan, batch, leaves)
+                out = self._use(plan, batch, leaves)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
-        if missed is not None:
-            self._plans.missed_(missed)
-            self._news.read_(missed.site)
-        return self._record(key, batch, leaves, changed)
+            else:
+                self._unplanned.planned_(new=False)
+                return out
+        if self.options.unplanned == "raise":
+            return self._record(key, batch, leaves, missed, changed)
+        reason = self._unplanned.waits_(key)
+        if reason is None:
+            try:
+                return self._record(key, batch, leaves, missed, changed)
+            except CaptureError as error:
+                reason = self._unplanned.refused_(key, error)
+                self._news.steady()  # no plan was made
+        results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+        self._unplanned.ran_plainly_(reason)
+        self.grad_norm = results.grad_norm
+        return results.returned
+
+    @property
+    def counts(self) -> StepCounts:
+        """How many steps were planned, how many ran plainly, and why."""
+        return self._unplanned.counts
 
     def report(self) -> Report:
         """What lives where in the plan used last, what was copied and why."""
         plan = self._last
         if plan is None:
-            raise CaptureError("there is no plan to report on yet: run the step once.")
+            why = self.counts.describe() or "run the step once"
+            raise CaptureError(f"there is no plan to report on yet: {why}.")
         group = self._group.describe() if self._group is not None else ""
         return build_report(
             plan.executor.layout,
@@ -192,6 +217,7 @@ class CompiledStep:
             plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
+            unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=plan.notes,
@@ -199,7 +225,19 @@ class CompiledStep:
 
     # -- a new plan --------------------------------------------------------------------------------------------
 
-    def _record(self, key: Hashable, batch: Batch, leaves: Sequence[torch.Tensor], changed: str | None) -> Any:
+    def _record(
+        self,
+        key: Hashable,
+        batch: Batch,
+        leaves: Sequence[torch.Tensor],
+        missed: Op | None,
+        changed: str | None,
+    ) -> Any:
+        """`missed`: the op that read another value into Python than any plan holds. `changed`: what else is not as the
+        plan for this key assumes."""
+        if missed is not None:
+            self._plans.missed_(missed)
+            self._news.read_(missed.site)
         options, scaling = self.options, self._scaling
         subjects.check_surroundings()
         subject = subjects.build(
@@ -230,6 +268,7 @@ class CompiledStep:
             keep_grads=options.keep_grads,
         )
         self.grad_norm = results.grad_norm
+        self._unplanned.planned_(new=True)
         return results.returned
 
     def _plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:

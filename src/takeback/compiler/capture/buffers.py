@@ -35,6 +35,7 @@ class BufferTable:
         self.death: dict[BufferId, int] = {}  #: the op before which eager had freed it
         self.address: dict[BufferId, int] = {}  #: where eager had put what was made in the step
         self.device = next((t.device for t, (role, _) in known.items() if role is Role.PARAMETER), torch.device("cpu"))
+        self.constants = 0  #: how many have been made of the step's own data
         self._at = at
         self._addresses = addresses
         self._batch = tuple(batch)
@@ -70,6 +71,7 @@ class BufferTable:
     def constant(self, tensor: torch.Tensor) -> Region:
         """A copy of the tensor that belongs to the program."""
         ident = BufferId(len(self.buffers))
+        self.constants += 1
         constant = tensor.detach().clone()
         size, where = constant.untyped_storage().nbytes(), self._elsewhere(constant)
         self.buffers[ident] = Buffer(ident, size, Role.CONSTANT, f"constant{ident}", where)

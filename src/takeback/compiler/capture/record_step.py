@@ -24,6 +24,7 @@ from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_
 from takeback.compiler.capture.modes import modes
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
+from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
@@ -156,10 +157,11 @@ def _attempt(
         )
         on_abort(recorder.undo_)
         try:
-            with tripwires(), torch.enable_grad(), onlooker:
+            reads = Reads(recorder) if real else contextlib.nullcontext()
+            with tripwires(), torch.enable_grad(), onlooker, reads:
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
-            recorder.undo_()
+            recorder.rewind_()
             settle_(subject.derived)
             for p in subject.parameters:
                 p.grad = None
@@ -237,7 +239,8 @@ def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torc
     narrow = bool(leaves.foreign) and not leaves.reentrant
     try:
         with Aside(tuple(leaves.foreign)).around():
-            loss.backward(inputs=wanted if narrow else None)
+            # Not loss.backward(), which would set aside the mode that sees the calls of a custom backward.
+            torch.autograd.backward(loss, inputs=wanted if narrow else None)
             return {p: name for p, name in leaves.foreign.items() if narrow or p.grad is not None}
     except RuntimeError as error:
         if "second time" in str(error):
@@ -269,7 +272,7 @@ def _finish(
     within = assumptions.places()
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
-        recorder.undo_()
+        recorder.rewind_()
         for p in subject.parameters:
             p.grad = None
         raise _KeptState(reason, recorder.new_state, within)

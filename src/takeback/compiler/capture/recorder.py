@@ -12,19 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 and 2.13
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
-from takeback.compiler.capture.site import Sites
+from takeback.compiler.capture.site import Sites, at
+from takeback.compiler.capture.trial import OpForm, form_of_op
 from takeback.compiler.capture.undo import Undo
 from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_resized, refuse_unusual
 from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role, Site
+from takeback.errors import CaptureError
 
 aten = torch.ops.aten
+
+MOST_HELD_ELEMENTS = 1 << 16
+"""Values that C++ read are compared in each replay: lengths, offsets, sizes. More than this is data."""
 
 
 class Recorder(TorchDispatchMode):
@@ -54,6 +59,8 @@ class Recorder(TorchDispatchMode):
         self._real = real
         # Fake ops draw no numbers.
         self._random = RandomTrail(generators, self.table.device) if real else None
+        self.dispatches = False  #: a kernel is being called
+        self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     # -- ops ---------------------------------------------------------------------------------------------------
 
@@ -74,6 +81,8 @@ class Recorder(TorchDispatchMode):
             sys.setprofile(onlooker)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.seen is not None:
+            self.seen.append(form_of_op(func, args, kwargs))
         if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
         facts = facts_of(func)
@@ -96,9 +105,11 @@ class Recorder(TorchDispatchMode):
 
         if self._log is not None:
             self._log.cell[0] = position
+        self.dispatches = True
         try:
             out = func(*args, **kwargs)
         finally:
+            self.dispatches = False
             if self._log is not None:
                 self._log.cell[0] = -1
 
@@ -136,6 +147,22 @@ class Recorder(TorchDispatchMode):
             result = self.table.region(tensor)
             self.ops.append(Op(aten.clone.default, (source,), {}, (result,), (), self.phase, False, site))
         return tensor
+
+    def hold(self, tensor: torch.Tensor, reader: str, *, changed: bool) -> None:
+        """The values of `tensor`, which `reader` has just read in C++, become an assumption of the program. `changed`:
+        the same call has overwritten them."""
+        site = self._sites.here()
+        if changed or tensor.numel() > MOST_HELD_ELEMENTS:
+            raise CaptureError(
+                f"{reader}{at(site)} reads the values of a tensor of {tensor.numel()} elements "
+                f"{'and overwrites them ' if changed else ''}where no replay can follow, and takeback holds at most "
+                f"{MOST_HELD_ELEMENTS} such values by content. Pass them as a list in the batch."
+            )
+        region = self.table.region(tensor)
+        if self.table.buffers[region.buffer].role is not Role.CONSTANT:
+            with _disable_current_modes():
+                held = self.table.constant(tensor)
+            self.ops.append(Op(aten.equal.default, (region, held), {}, (True,), (), self.phase, False, site, True))
 
     # These two are methods, not closures: a recursive closure is a cycle that would keep eager's tensors alive.
 

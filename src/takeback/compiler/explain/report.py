@@ -98,13 +98,14 @@ def build_report(
     *,
     own_steps: Sequence[OwnStep] = (),
     skipped: Skipped | None = None,
+    unplanned: str = "",
     step_s: float = 0.0,
     added_s: float = 0.0,
     notes: Sequence[str] = (),
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
-    optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `notes`: of
-    the recording."""
+    optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
+    ran plainly, and why. `notes`: of the recording."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
@@ -136,7 +137,7 @@ def build_report(
         eager_curve=eager.curve,
         measured=measured,
         placed=execution.serves_ops,
-        notes=tuple(_notes(layout, execution, own_steps, skipped, notes)),
+        notes=(*((unplanned,) if unplanned else ()), *_notes(layout, execution, own_steps, skipped, notes)),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),

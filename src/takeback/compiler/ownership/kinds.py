@@ -57,6 +57,15 @@ def kind_of(op: Op, *, overwrites: bool = False) -> Kind:
     return Kind.ALLOCATE
 
 
+def may_vary(op: Op) -> bool:
+    """Whether the shape of a result could follow from values, so that a replay must look at it. torch tags ops of which
+    it knows this (those are never recorded), but not `_pack_padded_sequence`, nor operators of others."""
+    target = op.target
+    if isinstance(target, Special) or torch.Tag.pointwise in target.tags:
+        return False
+    return target.namespace != "aten" or any(not r.dtype.is_floating_point for r in op.inputs)
+
+
 def _reduces(op: Op) -> bool:
     """A loss with a reduction: all but nll's `out=` kernels first resize the result to the operands' shape (2.13)."""
     result = op.results[0]

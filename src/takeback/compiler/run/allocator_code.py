@@ -227,6 +227,8 @@ class _AllocatorEmitter(Emitter):
         lines = [f"{names} = {call}"]
         if "_" in names:
             lines.append("_ = None")
+        for name, r in made:
+            lines += self.shape_check(op, position, name, r)
         if self._watched or position in self._landed:
             for name, r in made:
                 size = self.program.buffers[r.buffer].size_bytes

@@ -17,7 +17,7 @@ import torch
 
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload
-from takeback.compiler.ownership.kinds import Kind
+from takeback.compiler.ownership.kinds import Kind, may_vary
 from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
 from takeback.compiler.run.bindings import fastest
 
@@ -26,7 +26,8 @@ Update = Callable[[list[torch.Tensor], Sequence[float]], None]
 
 
 class HeldValueChanged(Exception):
-    """A value the recorded step had read into Python is another one this time; `position` is the op that read it."""
+    """A value the recorded step had read into Python is another one this time, or a result has another shape;
+    `position` is the op that read it or made it."""
 
     def __init__(self, position: int) -> None:
         super().__init__(position)
@@ -106,6 +107,7 @@ class _Names:
         self.lists: dict[tuple[str, ...], str] = {}
         self.constants: dict[str, object] = {}
         self._known: dict[object, str] = {}
+        self._shapes: dict[tuple[int, ...], torch.Size] = {}
 
     def region(self, region: Region) -> str:
         return self.regions.setdefault(region, f"t{len(self.regions)}")
@@ -118,6 +120,9 @@ class _Names:
 
     def list(self, members: tuple[str, ...]) -> str:
         return self.lists.setdefault(members, f"l{len(self.lists)}")
+
+    def shape(self, shape: tuple[int, ...]) -> str:
+        return self.constant(self._shapes.setdefault(shape, torch.Size(shape)))
 
     def constant(self, value: object, prefix: str = "k") -> str:
         key = (type(value), id(value))
@@ -196,23 +201,30 @@ class Emitter:
             held = self.names.constant(op.expected)
             call = self._call(target, op.args, op.kwargs)
             return [f"if not same_value({call}, {held}): raise changed({position})"]
-        return self._allocating(op, target)
+        return self._allocating(op, target, position)
 
     def _handover(self, op: Op) -> list[str]:
         return ["cell[0] = -1", f"reduce({op.args[0]})"]
 
-    def _allocating(self, op: Op, target: torch._ops.OpOverload) -> list[str]:
+    def _allocating(self, op: Op, target: torch._ops.OpOverload, position: int) -> list[str]:
         returns = target._schema.returns
         single = len(returns) == 1 and str(returns[0].type) == "Tensor"
         lines = ["r = " + self._call(target, op.args, op.kwargs)]
         for i, result in enumerate(op.results):
             if isinstance(result, Region) and result.buffer not in op.mutates:
                 got = "r" if single else f"r[{i}]"
+                lines += self.shape_check(op, position, got, result)
                 # A kernel may hand out a look into its own, larger allocation, so compare the first element.
                 lines.append(
                     f"if {got}.data_ptr() != {self.names.address(result)}: land({got}, {self.argument(result)})"
                 )
         return lines
+
+    def shape_check(self, op: Op, position: int, name: str, result: Region) -> list[str]:
+        """A line that gives the plan up where a result comes in another shape than was recorded."""
+        if not may_vary(op):
+            return []
+        return [f"if {name}.shape != {self.names.shape(result.shape)}: raise changed({position})"]
 
     def _call(self, target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> str:
         binding = fastest(target)

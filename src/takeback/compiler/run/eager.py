@@ -27,6 +27,15 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]  #: what loss_fn is called with b
 
 
 @dataclass(frozen=True)
+class Made:
+    """What forward and backward gave, besides gradients."""
+
+    loss: torch.Tensor  #: detached
+    aux: Any  #: as loss_fn returned it; of microbatches, a tuple of theirs
+    has_aux: bool
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The user's objects, and how a step is put together from them."""
 
@@ -46,33 +55,43 @@ class Recipe:
         return list(self.model.parameters())
 
     def backward_(self, batch: Batch, scaler: Scaler | None = None) -> torch.Tensor:
-        """zero_grad, then forward and backward for each microbatch, whose loss `scaler` multiplies. Returns the
-        detached loss; gradients are in `.grad`, neither unscaled nor clipped."""
+        """`forward_backward_`, of which the detached loss is returned."""
+        return self.forward_backward_(batch, scaler).loss
+
+    def forward_backward_(self, batch: Batch, scaler: Scaler | None = None) -> Made:
+        """zero_grad, then forward and backward for each microbatch, whose loss `scaler` multiplies. Gradients are in
+        `.grad`, neither unscaled nor clipped."""
         self.model.zero_grad(set_to_none=True)
         count = self.accumulate
         total: torch.Tensor | None = None
+        parts: list[Any] = []
+        has_aux = False
         for index in range(count):
             args, kwargs = batch if count == 1 else microbatch(batch, index, count)
-            loss, _, _ = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            loss, aux, has_aux = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            parts.append(aux)
             if count > 1:
                 loss = loss / count
             (loss if scaler is None else scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         assert total is not None
-        return total
+        return Made(total, parts[0] if count == 1 else tuple(parts), has_aux)
 
-    def update_(self) -> None:
-        """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizers' step, updates the scale."""
+    def update_(self) -> torch.Tensor | None:
+        """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizers' step, updates the scale. The
+        norm before clipping, where that was asked for."""
+        norm: torch.Tensor | None = None
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizers.only)
-            clip_(self.parameters, self.clip_norm)
+            norm = clip_(self.parameters, self.clip_norm)
         if self.scaler is None:
             self.optimizers.step_()
         else:
             self.scaler.step(self.optimizers.only)
             self.scaler.update()
+        return norm
 
     def drop_grads_(self) -> None:
         for p in self.model.parameters():

@@ -17,6 +17,7 @@ from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
+from takeback.errors import CaptureError, PlanError
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class RecordedStep:
                 group.commit_()
             if not self.revocable:
                 step.done()
-            then(got)
+            try:
+                then(got)
+            except CaptureError as error:  # which says of a step that it was not made
+                raise PlanError(f"the step was made, but no plan of it: {error}") from error
             if not keep_grads:
                 recipe.drop_grads_()
         return Results(got.loss.clone(), got.aux, got.has_aux, norm)

@@ -1,0 +1,90 @@
+"""Finds the tensors whose values a call reads in C++ where the recorder sees no op: lengths that become sizes, indices
+that become slices, numbers that become constants.
+
+The recorder sees what passes the dispatcher. `torch.tensor_split(x, indices)`, `torch.lstm(data, batch_sizes, ...)` or
+`torch.tensor([a, b])` look at the bytes of a tensor before any op is dispatched, so a replay would go on with the old
+values. A list of such functions would never be complete. So each call that is given whole numbers or booleans is tried
+once more, beside the recorded one (trial.py), on stand-ins for these that have no bytes. If the trial dispatches the
+very same ops, and its backward runs, nobody looked at the bytes. If not, the plan is for these values only: they are
+held by content (`Recorder.hold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from takeback.compiler.capture.recorder import Recorder
+from takeback.compiler.capture.trial import Call, form_of, is_whole, needs_bytes, tensors_in
+
+#: These run Python of the user's, in which calls are seen for themselves.
+_BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)
+
+
+class Reads(TorchFunctionMode):
+    """Use around a recorded step, outside of the recorder. `found` is what was held, for tests."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.Size]] = []
+        self._recorder = recorder
+        self._proved: set[Hashable] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._recorder.dispatches:
+            return func(*args, **kwargs)  # the recorder's own call of a kernel
+        name = getattr(func, "__name__", str(func))
+        tensors = () if name == "__get__" or func in _BACKWARDS else tuple(tensors_in((args, kwargs)))
+        if not tensors:
+            return func(*args, **kwargs)
+        recorder = self._recorder
+        versions = {id(t): _version(t) for t in tensors}
+        recorder.seen, constants = [], recorder.table.constants
+        try:
+            out = func(*args, **kwargs)
+            seen = tuple(recorder.seen)
+        finally:
+            recorder.seen = None
+        suspects = self._suspects(Call(func, args, kwargs, seen), tensors)
+        if recorder.table.constants > constants:
+            suspects += _numbers_in_lists((*args, *kwargs.values()))
+        for tensor in suspects:
+            recorder.hold(tensor, name, changed=_version(tensor) != versions[id(tensor)])
+            self.found.append((name, tensor.shape))
+        return out
+
+    def _suspects(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those without whose bytes the call does not dispatch the ops that it did."""
+        numbers = list({id(t): t for t in tensors if is_whole(t) and t.numel()}.values())
+        key = (call.func, call.seen, form_of((call.args, call.kwargs)))
+        if not numbers or key in self._proved or _is_own_kernel(call):
+            return []
+        if not needs_bytes(call, numbers):
+            self._proved.add(key)
+            return []
+        return [t for t in numbers if needs_bytes(call, [t])] or numbers
+
+
+def _is_own_kernel(call: Call) -> bool:
+    """Whether an operator that is not torch's was called and did nothing but dispatch itself. It may be Python of the
+    user's, which is not run twice."""
+    if len(call.seen) != 1 or call.seen[0].target.namespace == "aten":
+        return False
+    target = call.seen[0].target
+    return call.func in (target, target.overloadpacket)
+
+
+def _numbers_in_lists(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """What has become a part of a constant: torch.tensor([a, b]) of two losses."""
+    nested = (t for arg in args if isinstance(arg, list | tuple) for t in tensors_in(arg))
+    return [t for t in nested if t.numel() == 1 and not is_whole(t)]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # an inference tensor counts no writes

@@ -1,0 +1,300 @@
+"""Values that torch reads in C++, where no op is dispatched, are assumptions of a plan: another value is recorded anew,
+the same one is replayed, and eager's bits come out each time."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import takeback as tb
+from takeback.compiler.capture.reads import Reads
+from takeback.compiler.capture.recorder import Recorder
+
+Batch = tuple[torch.Tensor, ...]
+
+
+def plans_made(model: torch.nn.Module, loss_fn: Callable[..., torch.Tensor], batches: list[Batch]) -> list[bool]:
+    """Trains beside eager; says at which steps a plan was made."""
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tb.compile_step(model, loss_fn, optimizer)
+    beside = torch.optim.SGD(other.parameters(), lr=0.1)
+    made = []
+    for batch in batches:
+        before = len(step._plans)
+        loss = step(*batch)
+        made.append(len(step._plans) > before)
+        beside.zero_grad()
+        expected = loss_fn(other, *batch)
+        expected.backward()
+        beside.step()
+        assert torch.equal(loss, expected.detach())
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    return made
+
+
+class Tagger(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = torch.nn.LSTM(4, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        out, _ = self.rnn(pack_padded_sequence(x, lengths))
+        padded, _ = pad_packed_sequence(out)
+        return padded
+
+
+X = torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(0))
+A, B = torch.tensor([6, 5, 4, 3]), torch.tensor([6, 6, 4, 2])
+
+
+def test_packed_lengths_of_the_same_sum_get_plans_of_their_own() -> None:
+    batches = [(X, A), (X, A), (X, B), (X, B), (X, A)]
+    assert plans_made(Tagger(), lambda m, x, n: m(x, n).square().sum(), batches) == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_lengths_that_only_a_backward_reads_are_held() -> None:
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return pack_padded_sequence(model(x), lengths).data.cumsum(0).square().sum()
+
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, [(X, A), (X, A), (X, B), (X, A)]) == [True, False, True, False]
+
+
+def test_a_result_of_another_shape_gets_a_plan_of_its_own() -> None:
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return model(pack_padded_sequence(x, lengths).data).square().sum()
+
+    other = torch.tensor([6, 5, 4, 2])
+    batches = [(X, A), (X, A), (X, other), (X, A)]
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, batches) == [True, False, True, False]
+
+
+def test_batch_sizes_that_come_with_the_batch_are_held() -> None:
+    def loss_fn(model: torch.nn.Module, data: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        out, _ = model(PackedSequence(data, sizes))
+        return out.data.square().sum()
+
+    data = torch.randn(6, 4)
+    one, two = torch.tensor([3, 2, 1]), torch.tensor([2, 2, 2])
+    batches = [(data, one), (data, one), (data, two), (data, one)]
+    assert plans_made(torch.nn.GRU(4, 3), loss_fn, batches) == [True, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_numbers_put_into_a_constant_are_held(dtype: torch.dtype) -> None:
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * torch.tensor([n[0], n[1]]).prod()
+
+    one, two = torch.tensor([2, 5], dtype=dtype), torch.tensor([3, 5], dtype=dtype)
+    batches = [(X, one), (X, one), (X, two), (X, one)]
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, batches) == [True, False, True, False]
+
+
+def test_sections_of_a_tensor_split_are_held_in_a_custom_backward_too() -> None:
+    class Weighted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(at)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+            (at,) = ctx.saved_tensors
+            parts = torch.tensor_split(grads[0], at)
+            return torch.cat([part * (i + 1) for i, part in enumerate(parts)]), None
+
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return Weighted.apply(model(x), at).square().sum()
+
+    one, two = torch.tensor([2, 5]), torch.tensor([3, 5])
+    batches = [(X, one), (X, one), (X, two), (X, one)]
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, batches) == [True, False, True, False]
+
+
+def test_operators_of_others_whose_shape_follows_the_data_are_recorded_anew() -> None:
+    @torch.library.custom_op("takeback_test::positive_rows", mutates_args=())
+    def positive_rows(x: torch.Tensor) -> torch.Tensor:
+        return x[: int((x.sum(-1) > 0).sum())].clone()
+
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(torch.ops.takeback_test.positive_rows(x)).sum()
+
+    x = torch.randn(20, 4)
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, [(x,), (x,), (x + 1,), (x,)]) == [True, False, True, False]
+
+
+def test_ordinary_indices_and_masks_are_not_held() -> None:
+    class Reader(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.bag = torch.nn.Embedding(8, 4), torch.nn.EmbeddingBag(8, 4)
+
+    def loss_fn(m: Reader, i: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        rows = m.rows(i)
+        masked = rows.masked_fill(i[:, None] > 3, 0.0)
+        masked[k % 6] = 0.5
+        hot = F.one_hot(i, 8).to(rows.dtype) @ rows.new_ones(8, 4)
+        return (
+            F.cross_entropy(rows, k % 4)
+            + m.bag(i, offsets).sum()
+            + masked[k % 6].sum()
+            + (hot * rows[[0, 1] * 3]).sum()
+        )
+
+    draw = torch.Generator().manual_seed(1)
+    batches = [
+        (
+            torch.tensor([0, 7, 1 + n, 4, n, 2]),  # one_hot reads the least and the greatest, and does so openly
+            torch.tensor([0, 1 + n % 2, 4]),
+            torch.randint(0, 8, (6,), generator=draw),
+        )
+        for n in range(4)
+    ]
+    assert plans_made(Reader(), loss_fn, batches) == [True, False, False, False]
+
+
+def test_too_many_values_are_refused() -> None:
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return torch.stack([p.sum() for p in torch.tensor_split(model(x), at)]).square().sum()
+
+    step = tb.compile_step(model := torch.nn.Linear(4, 4), loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    from takeback.compiler.capture import recorder
+
+    most = recorder.MOST_HELD_ELEMENTS
+    recorder.MOST_HELD_ELEMENTS = 1
+    try:
+        with pytest.raises(tb.CaptureError, match=r"tensor_split at .* reads the values of a tensor of 2 elements"):
+            step(X, torch.tensor([2, 5]))
+    finally:
+        recorder.MOST_HELD_ELEMENTS = most
+
+
+# -- ops that the rule was not written for -------------------------------------------------------------------------
+
+
+class Log(TorchDispatchMode):
+    """Every op with the arguments that a replay would repeat, and every value that was read openly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, str]] = []
+        self.read: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.Tag.data_dependent_output in func.tags:
+            self.read.append(repr(out))
+        else:
+            plain = tree_map(lambda t: t.shape if isinstance(t, torch.Tensor) else t, (args, kwargs, out))
+            self.ops.append((func, repr(plain)))
+        return out
+
+
+def whole(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.is_floating_point()
+        and not value.is_complex()
+        and value.layout is torch.strided
+        and value.numel() > 0
+    )
+
+
+def others(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield t.flip(-1) if t.dim() else t
+    yield ~t if t.dtype is torch.bool else (t - 1).clamp(min=0)
+    yield t.clone().fill_(1)
+
+
+def changed(inputs: Any, turn: int) -> Any:
+    """The inputs as leaves of their own, with other whole numbers from the second turn on."""
+
+    def change(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        new = list(others(t))[turn - 1] if turn and whole(t) else t.detach().clone()
+        return new.requires_grad_(t.requires_grad)
+
+    return tree_map(change, inputs)
+
+
+def run(op: Any, inputs: Any) -> None:
+    first, args, kwargs = inputs
+    for out in tree_leaves(op(first, *args, **kwargs)):
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            torch.autograd.backward(out, torch.ones_like(out), retain_graph=True)
+
+
+def log_of(op: Any, inputs: Any) -> Log | None:
+    try:
+        with Log() as log:
+            run(op, inputs)
+    except Exception:
+        return None
+    return log
+
+
+#: Ops that resize what they are given are refused anyway.
+RESIZE = ("resize_", "resize_as_")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_every_hidden_read_among_torch_s_ops_is_found_and_nothing_else_is_held() -> None:
+    assert _search(op_db, most=6) > 500
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_hidden_reads_in_a_few_samples_of_each_op() -> None:
+    few = [op for i, op in enumerate(op_db) if i % 5 == 0 or op.name == "tensor_split"]
+    assert _search(few, most=2) > 50
+
+
+def _search(ops: Sequence[Any], most: int) -> int:
+    """How many samples were tried."""
+    hidden, tried = set(), 0
+    for op in ops:
+        for dtype in (torch.float32, torch.int64):
+            if dtype not in op.supported_dtypes("cpu"):
+                continue
+            needs_grad = dtype.is_floating_point and op.supports_autograd
+            samples = op.sample_inputs_func(op, "cpu", dtype, needs_grad)  # sample_inputs looks at pytest's whole stack
+            for sample in itertools.islice(samples, most):
+                if not any(map(whole, tree_leaves((sample.input, sample.args, sample.kwargs)))):
+                    continue
+                inputs = (sample.input, sample.args, sample.kwargs)
+                mine = changed(inputs, 0)
+                recorder = Recorder({}, [t for t in tree_leaves(mine) if isinstance(t, torch.Tensor)])
+                try:
+                    with Reads(recorder) as reads, recorder:
+                        run(op, mine)
+                except Exception:
+                    continue  # refused, or not an op that runs
+                tried += 1
+                logs = [log_of(op, changed(inputs, turn)) for turn in range(4)]
+                first = logs[0]
+                assert first is not None
+                in_secret = any(log and log.ops != first.ops and log.read == first.read for log in logs)
+                assert reads.found or not in_secret, f"{op.name} reads values in secret"
+                assert not reads.found or in_secret or op.name in RESIZE, f"{op.name} is held for nothing"
+                if in_secret:
+                    hidden.add(op.name)
+    assert hidden == {"tensor_split"}
+    return tried
