@@ -207,6 +207,7 @@ class CompiledStep:
             group=self._group,
             measure=self._proof.measure,
             recording=recorder(self._native, subjects.device_of(self._model)),
+            leave=self._native.off if self._native is not None else None,
             in_one_piece=self._home is Home.ARENA,
             revocable=options.has_target,  # the plan may turn out impossible when the step has been made
         )

@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,14 +40,14 @@ def _user_line() -> str | None:
 
 
 _lock = threading.Lock()
-_recording: list[int] = []  # threads that are recording; the traps are set while there is one
+_recording: dict[object, int] = {}  # the thread of each recording; the traps are set while there is one
 _torch_seeds = (torch.manual_seed, torch.seed)
 _torch_dlpack = torch.Tensor.__dlpack__
 
 
 def _is_recording() -> bool:
     """On a GPU the backward runs on a thread of autograd's, which takes the recorder along."""
-    if threading.get_ident() in _recording:
+    if threading.get_ident() in _recording.values():
         return True
     return bool(_recording) and any(getattr(mode, "records", False) for mode in _get_current_dispatch_mode_stack())
 
@@ -115,17 +115,33 @@ def tripwires() -> Iterator[None]:
 @contextlib.contextmanager
 def _traps() -> Iterator[None]:
     """Sets the traps for this thread."""
+    global _torch_seeds
+    mine = object()
     with _lock:
-        _recording.append(threading.get_ident())
+        if not _recording:
+            _torch_seeds = (torch.manual_seed, torch.seed)  # as they are now: torch wraps them when dynamo is imported
+        _recording[mine] = threading.get_ident()
         # Checked on 2.11 and 2.13: numpy and tolist are inherited from TensorBase, so deleting ours restores torch's.
         torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__ = _numpy, _tolist, _dlpack
         torch.manual_seed = torch.seed = _seed
     try:
         yield
     finally:
-        with _lock:
-            _recording.remove(threading.get_ident())
-            if not _recording:
-                del torch.Tensor.numpy, torch.Tensor.tolist
-                torch.Tensor.__dlpack__ = _torch_dlpack
-                torch.manual_seed, torch.seed = _torch_seeds
+        _take_away_([mine])
+
+
+def disarm_() -> None:
+    """Takes this thread's traps away, if there are any: for a recording that Ctrl-C ended between any two lines."""
+    _take_away_([key for key, thread in tuple(_recording.items()) if thread == threading.get_ident()])
+
+
+def _take_away_(mine: Sequence[object]) -> None:
+    with _lock:
+        found = [_recording.pop(key) for key in mine if key in _recording]
+        if not found or _recording:
+            return
+        for name in ("numpy", "tolist"):
+            if name in vars(torch.Tensor):
+                delattr(torch.Tensor, name)
+        torch.Tensor.__dlpack__ = _torch_dlpack
+        torch.manual_seed, torch.seed = _torch_seeds

@@ -140,7 +140,7 @@ def _attempt(
             generators=assumptions.generators if real else (),
             held=functools.partial(_held_by, subject.model),
         )
-        on_abort(recorder.undo_)
+        on_abort(recorder.rewind_)
         try:
             with tripwires(), torch.enable_grad():
                 ran = _run(subject, recorder, args, kwargs, assumptions.tensors)

@@ -1,7 +1,7 @@
 """A step is done or it is not: one `Transaction` for whatever runs a step (a recording, a replay, a comparison).
 
 In: what puts things back. Guaranteed: if anything is raised before `done`, Ctrl-C included, all of it is put back, and
-the grad mode is what it was; Ctrl-C strikes at once while the step only computes, and waits while it is committed or
+the grad mode and the dispatch modes are what they were; Ctrl-C strikes at once while the step only computes, and waits while it is committed or
 taken back. What the executor and the recorder save is their own matter; when it is put back is decided here.
 """
 
@@ -14,6 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
 
 
 class Gate:
@@ -74,13 +75,14 @@ class Transaction:
         step.done()               # from here on nothing is taken back
     """
 
-    __slots__ = ("_aborts", "_ends", "_gate", "_grad_mode")
+    __slots__ = ("_aborts", "_ends", "_gate", "_grad_mode", "_modes")
 
     def __init__(self) -> None:
         self._gate = Gate()
         self._aborts: list[Callable[[], object]] = []
         self._ends: list[Callable[[], object]] = []
         self._grad_mode = True
+        self._modes = 0
 
     def on_abort(self, undo: Callable[[], object]) -> None:
         """`undo` is run if anything is raised: without gradients, the last one first."""
@@ -105,6 +107,7 @@ class Transaction:
     def __enter__(self) -> Transaction:
         self._gate.enter_()
         self._grad_mode = torch.is_grad_enabled()
+        self._modes = torch._C._len_torch_dispatch_stack()
         return self
 
     def __exit__(
@@ -113,6 +116,7 @@ class Transaction:
         self._gate.open = False
         failures: list[BaseException] = []
         if error is not None:
+            _leave_modes(self._modes)
             torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
             _run_all(self._aborts, failures)
         torch._C._set_grad_enabled(self._grad_mode)
@@ -128,6 +132,12 @@ class Transaction:
 
 
 _LEAVING: CodeType = Transaction.__exit__.__code__
+
+
+def _leave_modes(count: int) -> None:
+    """Ctrl-C may strike when a mode is about to be left: all but the first `count` are left here."""
+    while torch._C._len_torch_dispatch_stack() > count:
+        _get_current_dispatch_mode_stack()[-1].__exit__(None, None, None)
 
 
 def _run_all(actions: list[Callable[[], object]], failures: list[BaseException]) -> None:
