@@ -30,6 +30,7 @@ import torch
 import torch._dynamo  # else a step imports it, and that changes torch.manual_seed
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import takeback as tb
 from common import machine
@@ -289,8 +290,8 @@ def hunt(course: Course, replays: int) -> None:
 
 def restore_() -> None:
     """After a fault: the next course begins with everything as it should be."""
-    while torch._C._len_torch_dispatch_stack():
-        torch._C._pop_torch_dispatch_stack()
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        mode.__exit__(None, None, None)
     torch.set_grad_enabled(True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     leaks._recording.clear()

@@ -159,7 +159,7 @@ class Assumptions:
                 yield item, name
 
     def _instance(self, value: Any, path: str) -> Iterator[Child]:
-        attributes = getattr(value, "__dict__", None)
+        attributes = _get(value, "__dict__")
         if isinstance(value, torch.nn.Module) and isinstance(attributes, dict):
             tables = ("_parameters", "_buffers", "_modules")
             yield from self._mapping(attributes, path, "{}.{}", skip=_NOT_WALKED | set(tables))
@@ -179,7 +179,7 @@ class Assumptions:
         yield type(value), type(value).__name__
 
     def _attribute(self, container: Any, name: str, path: str) -> Iterator[Child]:
-        item = getattr(container, name, _MISSING)
+        item = _get(container, name)
         if item is not _MISSING:
             self._attributes.append((container, name, item, path))
             yield item, path
@@ -249,7 +249,7 @@ class Assumptions:
             if now is not value and not _equal(now, value):
                 return f"{path} was {_show(value)} and is now {_show(now)}"
         for container, name, value, path in self._attributes:
-            now = getattr(container, name, _MISSING)
+            now = _get(container, name)
             if now is not value and not _equal(now, value):
                 return f"{path} was {_show(value)} and is now {_show(now)}"
         for array, content, path in self._arrays:
@@ -279,7 +279,7 @@ class Assumptions:
             if array.tobytes() != content:
                 array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
         for container, name, value, _ in self._attributes:
-            if getattr(container, name, _MISSING) is not value:
+            if _get(container, name) is not value:
                 setattr(container, name, value)
 
 
@@ -307,6 +307,14 @@ def _slots(kind: type) -> list[str]:
     return [s for s in found if s not in ("__dict__", "__weakref__")]
 
 
+def _get(container: object, name: str) -> Any:
+    """An attribute, or `_MISSING`, also where a `__getattr__` of the user's raises something else than it should."""
+    try:
+        return getattr(container, name, _MISSING)
+    except Exception:
+        return _MISSING
+
+
 def _drawer_state(value: object) -> object:
     """Where something stands that gives another value each time it is asked; None if it is no such thing."""
     if isinstance(value, random.Random):
@@ -320,7 +328,7 @@ def _drawer_state(value: object) -> object:
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return repr((frame.f_lasti, frame.f_locals)) if frame is not None else "finished"
-    if hasattr(value, "__next__") and hasattr(value, "__length_hint__"):
+    if hasattr(type(value), "__next__") and hasattr(type(value), "__length_hint__"):
         return value.__length_hint__()
     return None
 

@@ -92,18 +92,29 @@ def _seed(*args: Any, **kwargs: Any) -> Any:
     return manual_seed(*args, **kwargs) if args or kwargs else seed()
 
 
+def _numpy_random() -> object:
+    """Where numpy's global generator stands. Not its repr: an array's is another one after Ctrl-C inside of it."""
+    numpy = sys.modules.get("numpy")
+    return _plain(numpy.random.get_state(legacy=False)) if numpy is not None else None
+
+
+def _plain(state: Any) -> object:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
+
+
 @contextlib.contextmanager
 def tripwires() -> Iterator[None]:
     """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
     python_random = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
+    numpy_random = _numpy_random()
     with _traps():
         yield
     drawn = None
     if random.getstate() != python_random:
         drawn = "Python's random module"
-    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
+    elif _numpy_random() != numpy_random:
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(

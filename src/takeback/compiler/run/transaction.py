@@ -14,7 +14,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
+from torch.utils import _python_dispatch  # checked on 2.11 and 2.13
 
 
 class Gate:
@@ -62,6 +62,26 @@ class Gate:
             signal.raise_signal(signal.SIGINT)
 
 
+class Modes:
+    """The dispatch modes that this thread is inside of: Ctrl-C may strike between any two lines of the code that enters
+    or leaves one, so that is not left to them."""
+
+    __slots__ = ("_count", "_flags")
+
+    def __init__(self) -> None:
+        self._count = torch._C._len_torch_dispatch_stack()
+        self._flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+    def restore_(self) -> None:
+        """Leaves those that were entered since."""
+        while torch._C._len_torch_dispatch_stack() > self._count:
+            _python_dispatch._pop_mode(None)
+        vars(_python_dispatch).update(self._flags)
+        ignores = self._flags.get("_is_in_any_mode_without_ignore_compile_internals")
+        if ignores is not None:
+            _python_dispatch.set_is_in_mode_without_ignore_compile_internals(ignores)
+
+
 class Transaction:
     """What is done in its context is done whole or not at all.
 
@@ -82,7 +102,7 @@ class Transaction:
         self._aborts: list[Callable[[], object]] = []
         self._ends: list[Callable[[], object]] = []
         self._grad_mode = True
-        self._modes = 0
+        self._modes: Modes | None = None
 
     def on_abort(self, undo: Callable[[], object]) -> None:
         """`undo` is run if anything is raised: without gradients, the last one first."""
@@ -107,7 +127,7 @@ class Transaction:
     def __enter__(self) -> Transaction:
         self._gate.enter_()
         self._grad_mode = torch.is_grad_enabled()
-        self._modes = torch._C._len_torch_dispatch_stack()
+        self._modes = Modes()
         return self
 
     def __exit__(
@@ -116,8 +136,9 @@ class Transaction:
         self._gate.open = False
         failures: list[BaseException] = []
         if error is not None:
-            _leave_modes(self._modes)
             torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
+            if self._modes is not None:
+                self._aborts.append(self._modes.restore_)  # the first to run: the others compute
             _run_all(self._aborts, failures)
         torch._C._set_grad_enabled(self._grad_mode)
         _run_all(self._ends, failures)
@@ -132,12 +153,6 @@ class Transaction:
 
 
 _LEAVING: CodeType = Transaction.__exit__.__code__
-
-
-def _leave_modes(count: int) -> None:
-    """Ctrl-C may strike when a mode is about to be left: all but the first `count` are left here."""
-    while torch._C._len_torch_dispatch_stack() > count:
-        _get_current_dispatch_mode_stack()[-1].__exit__(None, None, None)
 
 
 def _run_all(actions: list[Callable[[], object]], failures: list[BaseException]) -> None:
