@@ -298,7 +298,9 @@ def restore_() -> None:
     for name in ("numpy", "tolist"):
         if name in vars(torch.Tensor):
             delattr(torch.Tensor, name)
-    torch.manual_seed, torch.seed = leaks._torch_seeds
+    for name in leaks._SEEDS:
+        if isinstance(getattr(torch, name), leaks.SeedTrap):
+            setattr(torch, name, getattr(torch, name).original)
     torch.Tensor.__dlpack__ = leaks._torch_dlpack
 
 

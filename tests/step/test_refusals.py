@@ -140,6 +140,30 @@ def test_integer_indexing_is_not_mistaken_for_a_mask() -> None:
     good_steps_equal_eagers(model, optimizer, tb.compile_step(model, loss_fn, optimizer), loss_fn)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_zero_tensors_of_forward_mode_are_refused() -> None:
+    def hessian(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        h = m(x)
+        return torch.func.hessian(lambda a: (a * a * h.detach()).sum())(h).sum() + F.cross_entropy(h, y)
+
+    refused(hessian, rf"a ZeroTensor.*takes part in the step at .*{HERE}.*Differentiate in reverse mode")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_without_zero_tensors_is_eagers() -> None:
+    def jvp(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        h = m(x)
+        value, tangent = torch.func.jvp(lambda a: (a * a).sum(), (h,), (torch.ones_like(h),))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(h, torch.ones_like(h))
+            squared = torch.autograd.forward_ad.unpack_dual((dual * dual).sum())
+        return F.cross_entropy(h, y) + value + tangent + squared.tangent
+
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    good_steps_equal_eagers(model, optimizer, tb.compile_step(model, jvp, optimizer), jvp)
+
+
 # -- control flow that no guard can hold ---------------------------------------------------------------------------
 
 

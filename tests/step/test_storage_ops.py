@@ -1,5 +1,5 @@
-"""Ops that look at their operands' storages give eager's bits, and ask for what eager asks for: in the arena every value
-shares one storage, and a storage of its own is what these are shown.
+"""Ops that look at their operands' storages give eager's bits, and ask for what eager asks for: in the arena all values
+share one storage, and a storage of its own is what these are shown.
 """
 
 from __future__ import annotations

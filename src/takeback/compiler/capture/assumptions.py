@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import itertools
+import operator
 import random
 import sys
 import sysconfig
@@ -329,7 +330,7 @@ def _drawer_state(value: object) -> object:
         frame = value.gi_frame
         return repr((frame.f_lasti, frame.f_locals)) if frame is not None else "finished"
     if hasattr(type(value), "__next__") and hasattr(type(value), "__length_hint__"):
-        return value.__length_hint__()
+        return operator.length_hint(value)
     return None
 
 

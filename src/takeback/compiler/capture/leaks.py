@@ -41,7 +41,7 @@ def _user_line() -> str | None:
 
 _lock = threading.Lock()
 _recording: dict[object, int] = {}  # the thread of each recording; the traps are set while there is one
-_torch_seeds = (torch.manual_seed, torch.seed)
+_SEEDS = ("manual_seed", "seed")
 _torch_dlpack = torch.Tensor.__dlpack__
 
 
@@ -82,14 +82,20 @@ def _tolist(self: torch.Tensor) -> Any:
     return self.item() if self.dim() == 0 else [_tolist(row) for row in self.unbind(0)]
 
 
-def _seed(*args: Any, **kwargs: Any) -> Any:
-    if _is_recording():
-        raise CaptureError(
-            f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A replay "
-            f"runs no Python, so it would draw other numbers than eager. Seed before the step."
-        )
-    manual_seed, seed = _torch_seeds
-    return manual_seed(*args, **kwargs) if args or kwargs else seed()
+class SeedTrap:
+    """Stands in for torch.manual_seed or torch.seed. What it stands for is asked anew each time: torch wraps these two
+    when it imports dynamo."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_recording():
+            raise CaptureError(
+                f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A "
+                f"replay runs no Python, so it would draw other numbers than eager. Seed before the step."
+            )
+        return self.original(*args, **kwargs)
 
 
 def _numpy_random() -> object:
@@ -126,15 +132,14 @@ def tripwires() -> Iterator[None]:
 @contextlib.contextmanager
 def _traps() -> Iterator[None]:
     """Sets the traps for this thread."""
-    global _torch_seeds
     mine = object()
     with _lock:
-        if not _recording:
-            _torch_seeds = (torch.manual_seed, torch.seed)  # as they are now: torch wraps them when dynamo is imported
         _recording[mine] = threading.get_ident()
         # Checked on 2.11 and 2.13: numpy and tolist are inherited from TensorBase, so deleting ours restores torch's.
         torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__ = _numpy, _tolist, _dlpack
-        torch.manual_seed = torch.seed = _seed
+        for name in _SEEDS:
+            if not isinstance(getattr(torch, name), SeedTrap):
+                setattr(torch, name, SeedTrap(getattr(torch, name)))
     try:
         yield
     finally:
@@ -148,11 +153,15 @@ def disarm_() -> None:
 
 def _take_away_(mine: Sequence[object]) -> None:
     with _lock:
-        found = [_recording.pop(key) for key in mine if key in _recording]
-        if not found or _recording:
+        for key in mine:
+            _recording.pop(key, None)
+        if _recording:
             return
+        # Also where there is nothing left to pop: Ctrl-C may have struck between the two.
         for name in ("numpy", "tolist"):
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
         torch.Tensor.__dlpack__ = _torch_dlpack
-        torch.manual_seed, torch.seed = _torch_seeds
+        for name in _SEEDS:
+            if isinstance(getattr(torch, name), SeedTrap):
+                setattr(torch, name, getattr(torch, name).original)

@@ -1,14 +1,16 @@
 """A step is done or it is not: one `Transaction` for whatever runs a step (a recording, a replay, a comparison).
 
 In: what puts things back. Guaranteed: if anything is raised before `done`, Ctrl-C included, all of it is put back, and
-the grad mode and the dispatch modes are what they were; Ctrl-C strikes at once while the step only computes, and waits while it is committed or
-taken back. What the executor and the recorder save is their own matter; when it is put back is decided here.
+the grad mode and the dispatch modes are what they were; Ctrl-C strikes at once while the step only computes, and waits
+while it is committed or taken back. What the executor and the recorder save is their own matter; when it is put back is
+decided here.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -37,7 +39,7 @@ class Gate:
                 signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.open or self._is_being_left(frame):
+        if not self.open or self._is_being_left(frame) or _is_clean_up(frame):
             self._pending = True
             return
         self.open = False
@@ -60,6 +62,16 @@ class Gate:
             signal.signal(signal.SIGINT, self._previous)
         if self._pending:
             signal.raise_signal(signal.SIGINT)
+
+
+def _is_clean_up(frame: FrameType | None) -> bool:
+    """Whether this is Python's own clean-up of an object: there it drops what is raised, and what was to be freed is
+    not."""
+    while frame is not None:
+        if frame.f_code is _FINALIZING or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Modes:
@@ -152,6 +164,7 @@ class Transaction:
             self._gate.leave_()
 
 
+_FINALIZING: CodeType = weakref.finalize.__call__.__code__
 _LEAVING: CodeType = Transaction.__exit__.__code__
 
 
