@@ -547,6 +547,7 @@ def test_report_before_the_first_step_says_so() -> None:
         ({"memory": "0GiB"}, "a size such as '24GiB', '512MiB' or a number of bytes is needed, got '0GiB'"),
         ({"memory": "bogus"}, "memory.*'bogus'"),
         ({"memory": None}, "memory.*None"),
+        ({"memory": ""}, "memory must be 'auto', 'min', 'keep', .*got ''"),
         ({"update": "early", "clip_norm": 1.0}, "clip_norm=1.0 needs the norm of all of them"),
         ({"update": "early", "accumulate": 2}, "accumulate=2 sums them over microbatches first"),
         ({"update": "early", "keep_grads": True}, "keep_grads=True keeps them to the end"),
