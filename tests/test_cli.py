@@ -108,6 +108,78 @@ def test_frontier_runs_no_step_of_the_users(user_file: Path) -> None:
     assert "CaptureError" in result.stderr
 
 
+WRONG_FILE = """
+import torch
+
+def loss_fn(model, x):
+    return model(x).mean()
+
+def raises(n=0):
+    raise ZeroDivisionError("no\\nsuch data")
+
+def raises_in_torch(n=0):
+    return torch.zeros(2) @ torch.zeros(3)
+
+def no_model(n=0):
+    return "model", loss_fn, None, ()
+
+def no_loss(n=0):
+    return torch.nn.Linear(8, 2), 3, None, ()
+
+def no_optimizer(n=0):
+    return torch.nn.Linear(8, 2), loss_fn, "sgd", ()
+
+def too_few(n=0):
+    return torch.nn.Linear(8, 2), loss_fn
+"""
+
+WRONG_TARGETS = {
+    "raises": r"users_step\.py:raises\(.*\) raised ZeroDivisionError: no \(users_step\.py:\d+: raise Zero",
+    "raises_in_torch": r"raised RuntimeError: .* \(users_step\.py:\d+: return torch\.zeros\(2\) @ torch\.zeros\(3\)\)",
+    "no_model": r"must return \(model, loss_fn, optimizer, batch\); its model is a str and no torch\.nn\.Module",
+    "no_loss": r"must return \(model, loss_fn, optimizer, batch\); its loss_fn is a int and no function",
+    "no_optimizer": r"must return .*; its optimizer is a str and no torch\.optim\.Optimizer",
+    "too_few": r"must return \(model, loss_fn, optimizer, batch\) or a takeback\.zoo\.Case, got tuple",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TARGETS)
+@pytest.mark.parametrize(
+    "command",
+    [["explain"], ["explain", "--frontier"], ["explain", "--passes"], ["bench"], ["fit", "--memory", "1GiB"]],
+    ids=" ".join,
+)
+def test_a_target_that_raises_or_returns_the_wrong_thing_is_one_line(
+    command: list[str], name: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "users_step.py"
+    file.write_text(WRONG_FILE)
+    result = run(*command, f"{file}:{name}")
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert re.search(WRONG_TARGETS[name], lines[0])
+
+
+@pytest.mark.parametrize("command", ["explain", "bench"])
+def test_a_file_that_cannot_be_imported_is_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "broken_step.py").write_text("import torch\nvalue = torch.zeros(2).nothing_like_it\n")
+    (tmp_path / "bad_syntax.py").write_text("def make(:\n")
+    for name, match in (("broken_step", r"broken_step\.py:2: value = torch"), ("bad_syntax", "SyntaxError")):
+        result = run(command, f"{tmp_path / name}.py:make")
+        assert result.exit_code == 2, result.output
+        assert len(result.stderr.strip().splitlines()) == 1
+        assert re.search(rf"{name}\.py cannot be imported: .*{match}", result.stderr)
+
+
+@pytest.mark.parametrize("command", [["explain"], ["explain", "--passes"], ["bench"], ["fit"]], ids=" ".join)
+def test_an_empty_memory_is_an_error(command: list[str]) -> None:
+    result = run(*command, "mlp", "--memory", "")
+    assert result.exit_code == 1, result.output
+    assert re.search(r"OptionError: .*got ''", result.stderr)
+
+
 def test_frontier_and_memory_exclude_each_other() -> None:
     result = run("explain", "mlp", "--frontier", "--memory", "min")
     assert result.exit_code == 2

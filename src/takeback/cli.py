@@ -166,7 +166,7 @@ def explain(
         if whole and not passes:
             raise BadArgument("--whole belongs to --passes")
         if passes:
-            _show_passes(target, memory or AUTO, solve_s, whole=whole)
+            _show_passes(target, AUTO if memory is None else memory, solve_s, whole=whole)
             return
         made: Report | Frontier
         if frontier:
@@ -176,7 +176,7 @@ def explain(
                     subject.model, subject.loss_fn, subject.optimizer, *subject.batch, solve_s=solve_s, progress=tell
                 )
         else:
-            made = _report(target, steps, memory or AUTO, solve_s)
+            made = _report(target, steps, AUTO if memory is None else memory, solve_s)
     typer.echo(str(made))
     if html is not None:
         typer.echo(f"\npage: {made.to_html(html)}")
@@ -237,9 +237,11 @@ def bench(
 ) -> None:
     """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
     with _CleanErrors(), _telling(f"loading {target}") as tell:
-        result = comparison.compare(load_case(target), load_case(target), rounds, memory=memory or AUTO, progress=tell)
+        result = comparison.compare(
+            load_case(target), load_case(target), rounds, memory=AUTO if memory is None else memory, progress=tell
+        )
     console = _console()
-    setting = f', memory="{memory}"' if memory else ""
+    setting = f', memory="{memory}"' if memory is not None else ""
     console.print(comparison.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
     console.print(comparison.verdict(result))
 

@@ -10,6 +10,7 @@ nothing that was saved may be overwritten. Under torch.func or forward mode a Fu
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -78,6 +79,11 @@ def graph_is_kept() -> bool:
 def backward_id() -> int:
     """A number of the running backward."""
     return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """In a backward: `callback` is called when all of it has run. If it raises, the callback is dropped, uncalled."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def saved_through_hooks() -> bool:

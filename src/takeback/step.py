@@ -47,6 +47,7 @@ from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
+from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError
@@ -137,6 +138,7 @@ class CompiledStep:
         self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self._arena = SharedArena(self._native)
         self._plans = PlanCache(options.max_plans)
+        self._turn = Turn()
         self._replays = 0
         self._news = subjects.NewPlans()
         self._derived: tuple[Derived, ...] = ()
@@ -163,8 +165,20 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+        return self._turn(functools.partial(self._in_turn, (args, kwargs)))
+
+    def _in_turn(self, batch: Batch) -> Any:
         with self._group.step() if self._group is not None else contextlib.nullcontext():
-            return self._call((args, kwargs))
+            return self._call(batch)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as what it was made of, without plans: the copy records its own."""
+        if self.options.group is not None:
+            raise CaptureError(
+                "a step with group= cannot be copied or pickled: a process group belongs to its processes. Compile a "
+                "new step for the copied or loaded model."
+            )
+        return CompiledStep, (self._model, self._loss_fn, self._optimizers, self.options)
 
     def _call(self, batch: Batch) -> Any:
         self._optimizers.check_in_force()
@@ -259,6 +273,7 @@ class CompiledStep:
             group=self._group,
             measure=self._proof.measure,
             recording=recorder(self._native, subjects.device_of(self._model)),
+            leave=self._native.off if self._native is not None else None,
             in_one_piece=self._home is Home.ARENA,
             revocable=options.has_target,  # the plan may turn out impossible when the step has been made
         )

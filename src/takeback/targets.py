@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -34,7 +35,7 @@ def load_case(target: str) -> Case:
         return case(named[0], size=named[1])
     function = _function(target)
     _check_call(target, function, "function()")
-    return _as_case(target, function())
+    return _as_case(target, _called(target, function))
 
 
 def load_maker(target: str) -> Callable[[int], Case]:
@@ -45,7 +46,7 @@ def load_maker(target: str) -> Callable[[int], Case]:
         return lambda n: case(name, size=size, batch=n)
     function = _function(target)
     _check_call(target, function, "function(n)", 1)
-    return lambda n: _as_case(target, function(n))
+    return lambda n: _as_case(target, _called(target, function, n))
 
 
 def load_subjects(target: str, device: torch.device) -> list[OpUnderTest]:
@@ -56,21 +57,13 @@ def load_subjects(target: str, device: torch.device) -> list[OpUnderTest]:
     where, colon, name = target.rpartition(":")
     if not colon or not where or not name:
         raise BadArgument(f"{target} names no factory: give package.module:factory or file.py:factory")
-    try:
-        module = _module(target, where)
-    except BadArgument:
-        raise
-    except Exception as error:
-        raise BadArgument(f"{where} cannot be imported: {one_line(error)}") from None
+    module = _module(target, where)
     if not hasattr(module, name):
         raise BadArgument(f"unknown target {target!r}: {where} has no {name!r}")
     made = getattr(module, name)
     if callable(made):
         _check_call(target, made, "factory()", returns="a takeback.hazards.OpUnderTest, or a list of them")
-        try:
-            made = made()
-        except Exception as error:
-            raise BadArgument(f"{target}() raised {one_line(error)}") from None
+        made = _called(target, made)
     found = list(made) if isinstance(made, list | tuple) else [made]
     wrong = [each for each in found if not isinstance(each, OpUnderTest)]
     if wrong or not found:
@@ -148,7 +141,34 @@ def _check_call(
         ) from None
 
 
+def _called(target: str, function: Callable[..., object], *arguments: object) -> object:
+    """What the user's function returns. What it raises is one line, with the line that raised it."""
+    try:
+        return function(*arguments)
+    except TakebackError:
+        raise
+    except Exception as error:
+        given = ", ".join(map(repr, arguments))
+        raise BadArgument(f"{target}({given}) raised {one_line(error)}{_raised_at(error)}") from None
+
+
+def _raised_at(error: Exception) -> str:
+    """The last line of the user's that the error came through: not of a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if f.filename != __file__ and "site-packages" not in f.filename and f.line]
+    return f" ({Path(mine[-1].filename).name}:{mine[-1].lineno}: {mine[-1].line})" if mine else ""
+
+
 def _module(target: str, where: str) -> ModuleType:
+    try:
+        return _imported(target, where)
+    except TakebackError:
+        raise
+    except Exception as error:
+        raise BadArgument(f"{where} cannot be imported: {one_line(error)}{_raised_at(error)}") from None
+
+
+def _imported(target: str, where: str) -> ModuleType:
     path = Path(where)
     if path.suffix == ".py":
         if not path.is_file():
@@ -179,6 +199,16 @@ def _as_case(target: str, made: object) -> Case:
             f"{target} must return (model, loss_fn, optimizer, batch) or a takeback.zoo.Case, got {type(made).__name__}"
         )
     model, loss_fn, optimizer, batch = made
+    for name, part, kind, right in (
+        ("model", model, "torch.nn.Module", isinstance(model, torch.nn.Module)),
+        ("loss_fn", loss_fn, "function", callable(loss_fn)),
+        ("optimizer", optimizer, "torch.optim.Optimizer", isinstance(optimizer, torch.optim.Optimizer)),
+    ):
+        if not right:
+            raise BadArgument(
+                f"{target} must return (model, loss_fn, optimizer, batch); its {name} is a {type(part).__name__} and "
+                f"no {kind}"
+            )
     return Case(target, model, loss_fn, optimizer, tuple(batch) if isinstance(batch, tuple | list) else (batch,))
 
 

@@ -98,6 +98,43 @@ def test_double_backward_through_norms_is_right(name: str) -> None:
     assert_same(model, buf, eager, rtol=1e-7, atol=1e-7)
 
 
+def twice(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """One layer in series with itself: the weight is in the history of its own layer's input."""
+    return (m(m(x).tanh()) * torch.linspace(-1, 2, x.numel(), dtype=x.dtype).view(x.shape)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("name", CASES)
+def test_a_norm_used_twice_in_series_with_create_graph_is_right(name: str) -> None:
+    layer, x = made(name)
+    model, _, eager = twins(layer.double())
+    x = x.double()
+    first, second = [], []
+    for m in (model, eager):
+        twice(m, x).backward(create_graph=True)
+        grads = [p.grad for p in m.parameters()]
+        assert all(g is not None and g.requires_grad for g in grads)
+        first.append([g.detach().clone() for g in grads])
+        second.append(torch.autograd.grad(sum(g.square().sum() for g in grads), list(m.parameters())))
+        for p in m.parameters():
+            p.grad = None  # a gradient with a history refers to its parameter and back
+    for ours, theirs in ((first[0], first[1]), (second[0], second[1])):
+        for mine, its in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_r1_penalty_through_a_norm_used_twice_is_right(name: str) -> None:
+    layer, x = made(name)
+    model, buf, eager = twins(layer.double())
+    for m in (model, eager):
+        given = x.double().requires_grad_()
+        out = twice(m, given)
+        (dx,) = torch.autograd.grad(out, given, create_graph=True)
+        (out + 5 * dx.square().sum()).backward()
+    assert_same(model, buf, eager, rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("name", ["layer", "batch 2d", "group"])
 @pytest.mark.parametrize("which", ["weight", "bias"])
 @pytest.mark.parametrize("how", ["hook", "frozen", "outside", "inputs"])

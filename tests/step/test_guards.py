@@ -556,6 +556,39 @@ def test_attribute_of_a_config_changed_between_steps_is_followed_not_refused() -
     assert_right(eval_then_train)
 
 
+class Catalogue:
+    """A `__getattr__` that raises what a dict raises, as many configuration objects do."""
+
+    __slots__ = ("never_set", "rate")
+
+    def __init__(self) -> None:
+        self.rate = 0.5
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
+class Store(Catalogue):
+    """The same, with a `__dict__`."""
+
+
+@pytest.mark.parametrize("kind", [Catalogue, Store])
+def test_objects_whose_getattr_raises_key_errors_are_walked(kind: type[Catalogue]) -> None:
+    def make() -> Setup:
+        model = mlp()
+        model.catalogue = kind()
+
+        def loss_fn(m: Any, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(m(x), y) * m.catalogue.rate
+
+        def poke(step: int) -> None:
+            model.catalogue.rate = 0.5 if step < 4 else 0.25
+
+        return Setup(model, loss_fn, sgd(model), xy, poke)
+
+    assert_right(make, steps=7)
+
+
 # -- tensors and modules that the caller changes between steps -----------------------------------------------------
 
 

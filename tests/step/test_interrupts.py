@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dis
 import gc
+import importlib
 import io
 import pickle
 import random
@@ -18,6 +19,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -749,13 +751,105 @@ def test_evicted_plan_is_freed() -> None:
     assert gone() is None
 
 
-def test_step_inside_a_step_is_refused_or_right() -> None:
-    inner_model, model = mlp(), mlp(3)
-    inner = tb.compile_step(inner_model, cross_entropy, sgd(inner_model))
-    inner(*xy(0))
-    inner(*xy(0))
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_step_inside_a_step_is_refused_and_changes_neither(steps_before: int) -> None:
+    inner_model, model = normed(), mlp(3)
+    inner_optimizer = adamw(inner_model)
+    inner = tb.compile_step(inner_model, cross_entropy, inner_optimizer)
+    for i in range(steps_before):
+        inner(*xy(i))
+    nested = [True]
+    held = types.MappingProxyType({"inner": inner})  # else the outer step looks through all of takeback's own objects
     outer = tb.compile_step(
-        model, lambda m, x, y: cross_entropy(m, x, y) + inner(x.clone(), y), torch.optim.SGD(model.parameters(), lr=0.1)
+        model,
+        lambda m, x, y: cross_entropy(m, x, y) + (held["inner"](x.clone(), y) if nested[0] else 0.0),
+        torch.optim.SGD(model.parameters(), lr=0.1),
     )
-    with pytest.raises((CaptureError, RuntimeError), match=r"inside a recording|step"):
+    before = snapshot(inner_model, inner_optimizer), snapshot(model, sgd(model))
+    with pytest.raises(CaptureError, match=r"called inside another compiled step.*one after the other"):
         outer(*xy(0))
+    assert_same(snapshot(inner_model, inner_optimizer), before[0])
+    assert_same(snapshot(model, sgd(model)), before[1])
+    nested[0] = False
+    for step in (outer, inner):
+        for i in range(3):
+            step(*xy(i))
+
+
+@pytest.mark.parametrize("when", ["recording", "replay"])
+def test_step_called_on_two_threads_at_once_is_refused_on_the_second(when: str) -> None:
+    pair = Pair(verify_every=1)  # so that loss_fn runs in replays too
+    inside, go_on = threading.Event(), threading.Event()
+    waits = [when == "recording"]
+
+    def hold(*args: Any) -> None:
+        if waits[0]:
+            waits[0] = False
+            inside.set()
+            assert go_on.wait(20)
+
+    pair.optimizer.register_step_pre_hook(hold)
+    if when == "replay":
+        pair.advance(3)
+        waits[0] = True
+    thread = threading.Thread(target=pair.advance)
+    thread.start()
+    assert inside.wait(20)
+    with pytest.raises(CaptureError, match=r"running on another thread.*lock"):
+        pair.step(*xy(0))
+    go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert pair.taken == (1 if when == "recording" else 4)
+    pair.advance(2)
+
+
+def test_turn_left_behind_by_an_interrupt_is_taken_over() -> None:
+    pair = Pair()
+    pair.advance(2)
+    pair.step._turn._lock.acquire()  # as if Ctrl-C had struck just before it was released
+    pair.advance(2)
+    in_a_thread(lambda: pair.advance(2))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "copy"])
+def test_step_is_copied_as_what_it_was_made_of_without_plans(how: str) -> None:
+    pair = Pair(clip_norm=0.5, memory="keep")
+    pair.twin.loss_fn = cross_entropy
+    model = pair.model
+    for i in range(3):
+        torch.manual_seed(i)
+        pair.step(*xy(i))
+    if how == "copy":
+        other = copy.copy(pair.step)
+        assert other._model is pair.model
+    else:
+        other = copy.deepcopy(pair.step) if how == "deepcopy" else pickle.loads(pickle.dumps(pair.step))
+        assert other._model is not model
+        mine = {id(p) for p in other._model.parameters()}
+        assert {id(p) for group in other._optimizer.param_groups for p in group["params"]} == mine
+    assert len(other._plans) == 0
+    assert other.options == pair.step.options
+    if how == "copy":
+        other(*xy(9))
+        return
+    assert_same(snapshot(other._model, other._optimizer), pair.state())
+    for i in range(3):
+        for step in (pair.step, other):
+            torch.manual_seed(10 + i)
+            step(*xy(10 + i))
+        assert_same(snapshot(other._model, other._optimizer), pair.state(), f"after step {i} of both")
+
+
+# -- random moments ------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_at_random_moments_of_random_steps_leaves_nothing_half_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hunt of benchmarks/interrupts.py, for a few seconds."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    hunter = importlib.import_module("interrupts")
+    tally = hunter.run(interrupts=120, seed=1, replays=30)
+    assert not tally.faults, tally.examples
+    assert tally.interrupts >= 120
+    assert tally.struck["replay"] > 0
+    assert 0 < sum(tally.stayed.values()) < tally.interrupts

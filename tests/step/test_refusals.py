@@ -140,6 +140,30 @@ def test_integer_indexing_is_not_mistaken_for_a_mask() -> None:
     good_steps_equal_eagers(model, optimizer, tb.compile_step(model, loss_fn, optimizer), loss_fn)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_zero_tensors_of_forward_mode_are_refused() -> None:
+    def hessian(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        h = m(x)
+        return torch.func.hessian(lambda a: (a * a * h.detach()).sum())(h).sum() + F.cross_entropy(h, y)
+
+    refused(hessian, rf"a ZeroTensor.*takes part in the step at .*{HERE}.*Differentiate in reverse mode")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_without_zero_tensors_is_eagers() -> None:
+    def jvp(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        h = m(x)
+        value, tangent = torch.func.jvp(lambda a: (a * a).sum(), (h,), (torch.ones_like(h),))
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(h, torch.ones_like(h))
+            squared = torch.autograd.forward_ad.unpack_dual((dual * dual).sum())
+        return F.cross_entropy(h, y) + value + tangent + squared.tangent
+
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    good_steps_equal_eagers(model, optimizer, tb.compile_step(model, jvp, optimizer), jvp)
+
+
 # -- control flow that no guard can hold ---------------------------------------------------------------------------
 
 
@@ -523,6 +547,7 @@ def test_report_before_the_first_step_says_so() -> None:
         ({"memory": "0GiB"}, "a size such as '24GiB', '512MiB' or a number of bytes is needed, got '0GiB'"),
         ({"memory": "bogus"}, "memory.*'bogus'"),
         ({"memory": None}, "memory.*None"),
+        ({"memory": ""}, "memory must be 'auto', 'min', 'keep', .*got ''"),
         ({"update": "early", "clip_norm": 1.0}, "clip_norm=1.0 needs the norm of all of them"),
         ({"update": "early", "accumulate": 2}, "accumulate=2 sums them over microbatches first"),
         ({"update": "early", "keep_grads": True}, "keep_grads=True keeps them to the end"),

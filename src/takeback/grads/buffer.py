@@ -348,6 +348,7 @@ def _accumulated(
     found, owner = slot(), buffer()
     if found is None or owner is None:
         return
+    found.complete()
     if gradients[0] is not None:
         found.arrived()
     owner._complete(found)

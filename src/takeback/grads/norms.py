@@ -202,9 +202,11 @@ def _plain(
     function: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
     *inputs: torch.Tensor | None,
 ) -> Gradients:
-    """The same by torch: `function` once more under autograd. With a history of its own where the backward has one."""
+    """The same by torch: `function` once more under autograd. With a history of its own where the backward has one:
+    then it is given aliases, at which the differentiation ends. x itself may come from the same weight, and what
+    reaches the weight through x is counted where x was made."""
     keep = torch.is_grad_enabled()
-    given: Sequence[Any] = inputs if keep else [t if t is None else t.detach().requires_grad_() for t in inputs]
+    given: Sequence[Any] = [t if t is None else t.view_as(t) if keep else t.detach().requires_grad_() for t in inputs]
     wanted = [i for i, needed in enumerate(ctx.needs_input_grad[:3]) if needed and inputs[i] is not None]
     with torch.enable_grad():
         y = function(*given)

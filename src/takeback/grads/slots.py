@@ -18,8 +18,9 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from takeback import flat as flat_layouts
-from takeback.engine import GradientUse, cuda_stream, has_hooks, use_of
+from takeback.engine import GradientUse, cuda_stream, has_hooks, use_of, version_of
 from takeback.errors import GradBufferError
+from takeback.grads.half_way import completed, now_running
 
 ROW_BYTES = 4096
 """A flat buffer is a whole number of rows, so that one pass can reduce it row by row."""
@@ -33,6 +34,8 @@ class Slot:
     __slots__ = (
         "__weakref__",
         "_given",
+        "_open_in",
+        "_spoiled_at",
         "accumulate",
         "attached",
         "copies",
@@ -64,6 +67,8 @@ class Slot:
         self.pending = ""  #: why the gradient that is on its way was not written straight into the slice
         self.standing = ""  #: why every gradient of this parameter is copied, if so
         self._given: torch.Tensor | None = None
+        self._open_in: dict[int, bool] = {}  #: backwards that wrote a part: whether the slice was theirs alone
+        self._spoiled_at: int | None = None  #: the version of the slice when one of them raised
 
     def has_gradient_in_place(self) -> bool:
         """Whether the parameter has a gradient, and it is this slice."""
@@ -107,9 +112,15 @@ class Slot:
         if self.pending:
             return None
         self.check_unmoved()
+        self.check_whole()
         added = self.param.grad is not None
         if not added:
             self.copies = 0
+        number, backward = now_running()
+        if number not in self._open_in:
+            self._not_alone()
+            self._open_in[number] = not added and not self._open_in
+            backward.add(self)
         return added
 
     def _objection(self) -> str:
@@ -126,6 +137,43 @@ class Slot:
             return ".grad was assigned from outside"
         return ""
 
+    # -- a backward that raises half-way -----------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """AccumulateGrad has run: what the running backward gives to this parameter is all there."""
+        with self.lock:
+            self._open_in.pop(completed(self), None)
+            self._not_alone()
+
+    def _not_alone(self) -> None:
+        for other in self._open_in:
+            self._open_in[other] = False
+
+    def abandoned(self, backward: int) -> None:
+        """A part of the gradient was written, and the rest never came: torch would have added none of it. Where the
+        slice held a gradient before, that cannot be told from the part any more."""
+        with self.lock:
+            alone = self._open_in.pop(backward, None)
+            if alone is None or not self.has_gradient_in_place():
+                return
+            if alone:
+                self.param.grad = None
+            else:
+                self._spoiled_at = version_of(self.view)
+
+    def check_whole(self, *, added: bool = False) -> None:
+        """Raises while the slice holds a gradient together with a part of one that never became whole. `added`: the
+        framework has just added another."""
+        if self._spoiled_at is None:
+            return
+        zeroed = version_of(self.view) > self._spoiled_at + 1 if added else not bool(self.view.any())
+        if self.has_gradient_in_place() and not zeroed:
+            raise GradBufferError(
+                f"a backward raised half-way, when a part of the gradient of {self.name}, which is used more than "
+                f"once, had been added to the one from before. Call zero_grad() and run these backwards again."
+            )
+        self._spoiled_at = None
+
     def converted(self, reason: str) -> None:
         """What was written came out of a temporary of another dtype."""
         self.copies += 1
@@ -141,6 +189,7 @@ class Slot:
             if grad is None or grad.requires_grad:
                 return  # a gradient with a history stays what it is
             self.check_unmoved()
+            self.check_whole(added=True)
             if self.has_gradient_in_place():
                 self.copies += 1  # added by the framework
             else:
@@ -151,6 +200,7 @@ class Slot:
     def refresh_(self) -> None:
         """Makes the slice what it stands for: the gradient, wherever that was assigned, or zeros if there is none. A
         gradient with a history stays outside, and its values are copied each time."""
+        self.check_whole()
         if self.has_gradient_in_place():
             return
         grad = self.param.grad

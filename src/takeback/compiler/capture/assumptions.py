@@ -312,7 +312,7 @@ class Assumptions:
             yield value.__func__, path
 
     def _attribute(self, container: Any, name: str, path: str) -> Iterator[Child]:
-        item = getattr(container, name, _MISSING)
+        item = _get(container, name)
         if item is not _MISSING:
             self._attributes.append((container, name, item, path))
             yield item, path
@@ -469,7 +469,7 @@ class Assumptions:
             if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
                 return _said(path, value, now)
         for container, name, value, path in self._attributes:
-            now = getattr(container, name, _MISSING)
+            now = _get(container, name)
             if now is not value and not _equal(now, value) and (within is None or (id(container), name) in within):
                 return _said(path, value, now)
         for table, keys, reads, path in self._tables:
@@ -528,7 +528,7 @@ class Assumptions:
             if _content(held) != content and (within is None or (id(held), None) in within):
                 _put_back_(held, content)
         for container, name, value, _ in self._attributes:
-            if getattr(container, name, _MISSING) is not value and (within is None or (id(container), name) in within):
+            if _get(container, name) is not value and (within is None or (id(container), name) in within):
                 setattr(container, name, value)
 
 
@@ -578,6 +578,14 @@ def _is_looked_into(kind: type) -> bool:
 def _is(value: object, kinds: Any) -> bool:
     """isinstance() without asking the object, which may answer with an exception."""
     return issubclass(type(value), kinds)
+
+
+def _get(value: object, name: str) -> object:
+    """An attribute, or `_MISSING`, whatever the class raises where there is none."""
+    try:
+        return getattr(value, name)
+    except Exception:
+        return _MISSING
 
 
 def _dict_of(value: object) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,14 +40,14 @@ def _user_line() -> str | None:
 
 
 _lock = threading.Lock()
-_recording: list[int] = []  # threads that are recording; the traps are set while there is one
-_torch_seeds = (torch.manual_seed, torch.seed)
+_recording: dict[object, int] = {}  # the thread of each recording; the traps are set while there is one
+_SEEDS = ("manual_seed", "seed")
 _torch_dlpack = torch.Tensor.__dlpack__
 
 
 def _is_recording() -> bool:
     """On a GPU the backward runs on a thread of autograd's, which takes the recorder along."""
-    if threading.get_ident() in _recording:
+    if threading.get_ident() in _recording.values():
         return True
     return bool(_recording) and any(getattr(mode, "records", False) for mode in _get_current_dispatch_mode_stack())
 
@@ -82,28 +82,45 @@ def _tolist(self: torch.Tensor) -> Any:
     return self.item() if self.dim() == 0 else [_tolist(row) for row in self.unbind(0)]
 
 
-def _seed(*args: Any, **kwargs: Any) -> Any:
-    if _is_recording():
-        raise CaptureError(
-            f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A replay "
-            f"runs no Python, so it would draw other numbers than eager. Seed before the step."
-        )
-    manual_seed, seed = _torch_seeds
-    return manual_seed(*args, **kwargs) if args or kwargs else seed()
+class SeedTrap:
+    """Stands in for torch.manual_seed or torch.seed. What it stands for is asked anew each time: torch wraps these two
+    when it imports dynamo."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_recording():
+            raise CaptureError(
+                f"torch.manual_seed() or torch.seed() at {_user_line()} sets the random state inside the step. A "
+                f"replay runs no Python, so it would draw other numbers than eager. Seed before the step."
+            )
+        return self.original(*args, **kwargs)
+
+
+def _numpy_random() -> object:
+    """Where numpy's global generator stands. Not its repr: an array's is another one after Ctrl-C inside of it."""
+    numpy = sys.modules.get("numpy")
+    return _plain(numpy.random.get_state(legacy=False)) if numpy is not None else None
+
+
+def _plain(state: Any) -> object:
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @contextlib.contextmanager
 def tripwires() -> Iterator[None]:
     """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
     python_random = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
+    numpy_random = _numpy_random()
     with _traps():
         yield
     drawn = None
     if random.getstate() != python_random:
         drawn = "Python's random module"
-    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
+    elif _numpy_random() != numpy_random:
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(
@@ -115,17 +132,36 @@ def tripwires() -> Iterator[None]:
 @contextlib.contextmanager
 def _traps() -> Iterator[None]:
     """Sets the traps for this thread."""
+    mine = object()
     with _lock:
-        _recording.append(threading.get_ident())
+        _recording[mine] = threading.get_ident()
         # Checked on 2.11 and 2.13: numpy and tolist are inherited from TensorBase, so deleting ours restores torch's.
         torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__dlpack__ = _numpy, _tolist, _dlpack
-        torch.manual_seed = torch.seed = _seed
+        for name in _SEEDS:
+            if not isinstance(getattr(torch, name), SeedTrap):
+                setattr(torch, name, SeedTrap(getattr(torch, name)))
     try:
         yield
     finally:
-        with _lock:
-            _recording.remove(threading.get_ident())
-            if not _recording:
-                del torch.Tensor.numpy, torch.Tensor.tolist
-                torch.Tensor.__dlpack__ = _torch_dlpack
-                torch.manual_seed, torch.seed = _torch_seeds
+        _take_away_([mine])
+
+
+def disarm_() -> None:
+    """Takes this thread's traps away, if there are any: for a recording that Ctrl-C ended between any two lines."""
+    _take_away_([key for key, thread in tuple(_recording.items()) if thread == threading.get_ident()])
+
+
+def _take_away_(mine: Sequence[object]) -> None:
+    with _lock:
+        for key in mine:
+            _recording.pop(key, None)
+        if _recording:
+            return
+        # Also where there is nothing left to pop: Ctrl-C may have struck between the two.
+        for name in ("numpy", "tolist"):
+            if name in vars(torch.Tensor):
+                delattr(torch.Tensor, name)
+        torch.Tensor.__dlpack__ = _torch_dlpack
+        for name in _SEEDS:
+            if isinstance(getattr(torch, name), SeedTrap):
+                setattr(torch, name, getattr(torch, name).original)

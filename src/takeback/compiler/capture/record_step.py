@@ -155,7 +155,7 @@ def _attempt(
             generators=before.generators if real else (),
             held=functools.partial(_held_by, subject.model),
         )
-        on_abort(recorder.undo_)
+        on_abort(recorder.rewind_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
             with tripwires(), torch.enable_grad(), onlooker, reads:

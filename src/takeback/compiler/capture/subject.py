@@ -192,7 +192,7 @@ class NewPlans:
             f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan is recorded and "
             f"compared with eager, which takes a few steps' time. {advice}",
             RuntimeWarning,
-            stacklevel=5,  # note, _record, _call, __call__, and the line that calls the step
+            stacklevel=7,  # note, _record, _call, _in_turn, the turn, __call__, and the line that calls the step
         )
 
 

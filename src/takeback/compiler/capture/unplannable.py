@@ -30,6 +30,12 @@ def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool
             f"a tensor of layout {tensor.layout} takes part in the step{where()}. takeback plans strided "
             f"tensors only; for nn.Embedding use sparse=False."
         )
+    if tensor._is_zerotensor():  # checked on 2.11 and 2.13
+        raise CaptureError(
+            f"a ZeroTensor, which has a shape and no bytes, takes part in the step{where()}. torch makes them in "
+            f"forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) for a tangent "
+            f"that is zero. Differentiate in reverse mode: torch.func.grad, vjp, jacrev, or torch.autograd.grad."
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise CaptureError(
             f"a lazily conjugated or negated tensor takes part in the step{where()}. "

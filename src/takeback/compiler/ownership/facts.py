@@ -45,7 +45,16 @@ FILL: Mapping[OpOverload, tuple[int | None, float]] = {
 COPY = frozenset((aten.clone.default, aten._to_copy.default))
 
 #: Hand-written `out=` kernels that nevertheless allocate, compute and copy (checked on 2.13).
-_UNTRUE_OUT = frozenset(("native_batch_norm", "_native_batch_norm_legit", "batch_norm_elemt", "_fused_dropout"))
+#: linalg_qr's asserts that Q is square, also where it is not.
+_UNTRUE_OUT = frozenset(
+    ("native_batch_norm", "_native_batch_norm_legit", "batch_norm_elemt", "_fused_dropout", "linalg_qr")
+)
+
+#: Ops that count from the start of an operand's storage, or clone all of the storage up to the operand's end (2.13). In
+#: an arena that would be the arena.
+_READS_STORAGE = frozenset(
+    ("as_strided_copy", "as_strided_scatter", "slice_scatter", "select_scatter", "diagonal_scatter")
+)
 
 #: Ops beyond the pointwise ones whose first result may be written onto these operands (by position).
 #: They finish reading a row before they write it, and read nothing of a row afterwards.
@@ -85,6 +94,11 @@ def out_overload(target: OpOverload) -> OpOverload | None:
         if writes_out and other.signature == schema.signature and torch.Tag.generated not in candidate.tags:
             return candidate
     return None
+
+
+def reads_storage(target: OpOverload) -> bool:
+    """Whether the op looks at its operands' storages, and not only at the tensors."""
+    return schema_of(target).name in _READS_STORAGE
 
 
 @functools.cache

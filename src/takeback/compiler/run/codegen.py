@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.layout import Layout
-from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload
+from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload, reads_storage
 from takeback.compiler.ownership.kinds import Kind, may_vary
 from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
 from takeback.compiler.run.bindings import fastest
@@ -45,6 +45,7 @@ class Code:
     source: str
     compiled: CodeType
     regions: Mapping[str, Region]
+    storages: Mapping[str, Region]  #: in a storage that ends where the buffer does, for ops that look at it
     addresses: Mapping[str, Region]
     spans: Mapping[str, tuple[int, int]]  #: byte ranges of the arena that poison mode fills
     lists: Mapping[str, tuple[str, ...]]
@@ -63,6 +64,8 @@ class Code:
         for name, region in self.regions.items():
             tensors[name] = place(region, layout, arena, base, externals)
         env: dict[str, object] = {**self.constants, **extra, **tensors}
+        for name, region in self.storages.items():
+            env[name] = tensors[name] = place_alone(region, layout, arena, externals)
         for name, region in self.addresses.items():
             env[name] = place(region, layout, arena, base, externals).data_ptr()
         for name, (start, end) in self.spans.items():
@@ -89,6 +92,18 @@ def place(
     return empty.set_(arena.untyped_storage(), offset, region.shape, region.stride)
 
 
+def place_alone(
+    region: Region, layout: Layout, arena: torch.Tensor, externals: Mapping[Any, torch.Tensor]
+) -> torch.Tensor:
+    """The same bytes in a storage of the buffer's own size, as eager has it."""
+    external = externals.get(region.buffer)
+    if external is None:
+        start = layout.placed.offsets[region.buffer]
+        size = layout.draft.program.buffers[region.buffer].size_bytes
+        external = torch.from_numpy(arena[start : start + size].numpy())  # keeps the arena, from there on
+    return over(external, region.dtype, region.shape, region.stride, region.offset)
+
+
 def over(
     tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
@@ -102,6 +117,7 @@ class _Names:
 
     def __init__(self) -> None:
         self.regions: dict[Region, str] = {}
+        self.storages: dict[Region, str] = {}
         self.addresses: dict[Region, str] = {}
         self.spans: dict[tuple[int, int], str] = {}
         self.lists: dict[tuple[str, ...], str] = {}
@@ -111,6 +127,9 @@ class _Names:
 
     def region(self, region: Region) -> str:
         return self.regions.setdefault(region, f"t{len(self.regions)}")
+
+    def storage(self, region: Region) -> str:
+        return self.storages.setdefault(region, f"o{len(self.storages)}")
 
     def address(self, region: Region) -> str:
         return self.addresses.setdefault(region, f"a{len(self.addresses)}")
@@ -188,8 +207,10 @@ class Emitter:
         if kind is Kind.OUT:
             overload = out_overload(target)
             assert overload is not None
-            outs = [a.name for a in overload._schema.arguments if a.is_out]
-            named = {name: op.results[i] for i, name in enumerate(outs)}
+            outs = [a for a in overload._schema.arguments if a.is_out]
+            if len(outs) == 1 and str(outs[0].type) == "List[Tensor]":
+                return [self._call(overload, op.args, {**op.kwargs, outs[0].name: op.results})]
+            named = {a.name: op.results[i] for i, a in enumerate(outs)}
             return [self._call(overload, op.args, {**op.kwargs, **named})]
         if kind is Kind.INSTEAD:
             overload = inplace_overload(target)
@@ -231,9 +252,15 @@ class Emitter:
         if any(isinstance(a, tuple) and None in a for a in args):
             binding = target._op  # index_put's binding takes no None among its indices
         function = self.names.constant(binding, "f")
-        parts = [self.argument(a) for a in args]
+        alone = reads_storage(target)
+        parts = [self._storage(a) if alone and isinstance(a, Region) else self.argument(a) for a in args]
         parts += [f"{k}={self.argument(v)}" for k, v in {**_defaults(target, len(args)), **kwargs}.items()]
         return f"{function}({', '.join(parts)})"
+
+    def _storage(self, region: Region) -> str:
+        if self.program.buffers[region.buffer].role is Role.BATCH:
+            return self._batch_region(region)
+        return self.names.storage(region)
 
     def argument(self, arg: Argument) -> str:
         if isinstance(arg, Region):
@@ -328,6 +355,7 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
             names.region(region)
     everything = [
         *names.regions.values(),
+        *names.storages.values(),
         *names.addresses.values(),
         *names.spans.values(),
         *names.lists.values(),
@@ -360,6 +388,7 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
         source,
         compile(source, "<takeback step>", "exec"),
         {name: region for region, name in names.regions.items()},
+        {name: region for region, name in names.storages.items()},
         {name: region for region, name in names.addresses.items()},
         {name: span for span, name in names.spans.items()},
         {name: members for members, name in names.lists.items()},

@@ -1,7 +1,8 @@
 """What every executor does alike: a step is one transaction, in which it saves what its program writes of the user's.
 
 Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
-user's tensors (running statistics, counters) is saved first and put back if the step does not get that far.
+user's tensors (running statistics, counters), and where its random generators stood, is saved first and put back if the
+step does not get that far.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import generators_of, undo_bytes, written_before_update
 from takeback.compiler.program import Phase, Program, Region
-from takeback.compiler.run.codegen import HeldValueChanged, over
+from takeback.compiler.run.codegen import over
 from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.transaction import Transaction
 from takeback.parallel import Reducer
@@ -35,8 +36,7 @@ class Executor:
         # One list for each dtype: on CUDA a list is then copied by a few kernels, not by one for each tensor.
         self._live = [[t for t in live if t.dtype is dtype] for dtype in dict.fromkeys(t.dtype for t in live)]
         self._saved = [[torch.empty_like(t) for t in alike] for alike in self._live]
-        reads = any(op.expected is not None for op in self.program.ops)
-        self._rewound = generators_of(self.program) if reads else ()
+        self._drawn_from = generators_of(self.program)
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
@@ -129,17 +129,12 @@ class Executor:
         self.counters = Counters()
         batch = [t.detach() for t in leaves]
         mode = torch.is_grad_enabled()
-        states = [(g, g.get_state()) for g in self._rewound]
         with Transaction() as step:
             self._save_(step, batch)
             step.at_end(self._leave_)
             self._enter_(log=log)
             step.compute()
-            try:
-                self._compute_(batch)
-            except HeldValueChanged:  # another plan takes this step, and draws the same numbers
-                step.on_abort(functools.partial(_rewind_, states))
-                raise
+            self._compute_(batch)
             if inspect is not None:
                 inspect()
             instead = reduced() if reduced is not None else None
@@ -160,6 +155,7 @@ class Executor:
             if torch.is_autocast_enabled(device):
                 step.at_end(functools.partial(torch.set_autocast_enabled, device, True))
                 torch.set_autocast_enabled(device, False)
+        states = [(g, g.get_state()) for g in self._drawn_from]
         undo = [(batch[i], batch[i].clone()) for i in self._written_leaves]
         for saved, live in zip(self._saved, self._live, strict=True):
             torch._foreach_copy_(saved, live)
@@ -169,14 +165,11 @@ class Executor:
                 torch._foreach_copy_(live, saved)
             for leaf, before in undo:
                 leaf.copy_(before)
+            for generator, state in states:  # the same step, tried again, draws the same numbers
+                generator.set_state(state)
 
         step.on_abort(self.release_)
         step.on_abort(put_back)
-
-
-def _rewind_(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
-    for generator, state in states:
-        generator.set_state(state)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

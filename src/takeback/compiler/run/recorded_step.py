@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
@@ -31,6 +32,7 @@ class RecordedStep:
     group: Group | None
     measure: Measure
     recording: Recordings | None
+    leave: Callable[[], None] | None  #: ends what `recording` began, where Ctrl-C struck before it ended by itself
     in_one_piece: bool  #: a bucket of gradients is one flat tensor, as in the plan's arena
     revocable: bool
 
@@ -44,6 +46,9 @@ class RecordedStep:
             if group is not None:
                 step.on_abort(group.take_back_)
             step.on_abort(recipe.drop_grads_)
+            step.at_end(disarm_)
+            if self.leave is not None:
+                step.at_end(self.leave)
             step.compute()
             got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort)
             step.on_abort(got.rewind_)

@@ -1,19 +1,22 @@
 """A step is done or it is not: one `Transaction` for whatever runs a step (a recording, a replay, a comparison).
 
 In: what puts things back. Guaranteed: if anything is raised before `done`, Ctrl-C included, all of it is put back, and
-the grad mode is what it was; Ctrl-C strikes at once while the step only computes, and waits while it is committed or
-taken back. What the executor and the recorder save is their own matter; when it is put back is decided here.
+the grad mode and the dispatch modes are what they were; Ctrl-C strikes at once while the step only computes, and waits
+while it is committed or taken back. What the executor and the recorder save is their own matter; when it is put back is
+decided here.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch.utils import _python_dispatch  # checked on 2.11 and 2.13
 
 
 class Gate:
@@ -36,7 +39,7 @@ class Gate:
                 signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.open or self._is_being_left(frame):
+        if not self.open or self._is_being_left(frame) or _is_clean_up(frame):
             self._pending = True
             return
         self.open = False
@@ -61,6 +64,36 @@ class Gate:
             signal.raise_signal(signal.SIGINT)
 
 
+def _is_clean_up(frame: FrameType | None) -> bool:
+    """Whether this is Python's own clean-up of an object: there it drops what is raised, and what was to be freed is
+    not."""
+    while frame is not None:
+        if frame.f_code is _FINALIZING or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Modes:
+    """The dispatch modes that this thread is inside of: Ctrl-C may strike between any two lines of the code that enters
+    or leaves one, so that is not left to them."""
+
+    __slots__ = ("_count", "_flags")
+
+    def __init__(self) -> None:
+        self._count = torch._C._len_torch_dispatch_stack()
+        self._flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
+
+    def restore_(self) -> None:
+        """Leaves those that were entered since."""
+        while torch._C._len_torch_dispatch_stack() > self._count:
+            _python_dispatch._pop_mode(None)
+        vars(_python_dispatch).update(self._flags)
+        ignores = self._flags.get("_is_in_any_mode_without_ignore_compile_internals")
+        if ignores is not None:
+            _python_dispatch.set_is_in_mode_without_ignore_compile_internals(ignores)
+
+
 class Transaction:
     """What is done in its context is done whole or not at all.
 
@@ -74,13 +107,14 @@ class Transaction:
         step.done()               # from here on nothing is taken back
     """
 
-    __slots__ = ("_aborts", "_ends", "_gate", "_grad_mode")
+    __slots__ = ("_aborts", "_ends", "_gate", "_grad_mode", "_modes")
 
     def __init__(self) -> None:
         self._gate = Gate()
         self._aborts: list[Callable[[], object]] = []
         self._ends: list[Callable[[], object]] = []
         self._grad_mode = True
+        self._modes: Modes | None = None
 
     def on_abort(self, undo: Callable[[], object]) -> None:
         """`undo` is run if anything is raised: without gradients, the last one first."""
@@ -105,6 +139,7 @@ class Transaction:
     def __enter__(self) -> Transaction:
         self._gate.enter_()
         self._grad_mode = torch.is_grad_enabled()
+        self._modes = Modes()
         return self
 
     def __exit__(
@@ -114,6 +149,8 @@ class Transaction:
         failures: list[BaseException] = []
         if error is not None:
             torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
+            if self._modes is not None:
+                self._aborts.append(self._modes.restore_)  # the first to run: the others compute
             _run_all(self._aborts, failures)
         torch._C._set_grad_enabled(self._grad_mode)
         _run_all(self._ends, failures)
@@ -127,6 +164,7 @@ class Transaction:
             self._gate.leave_()
 
 
+_FINALIZING: CodeType = weakref.finalize.__call__.__code__
 _LEAVING: CodeType = Transaction.__exit__.__code__
 
 
