@@ -9,6 +9,7 @@ straight to torch's own method.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import random
 import sys
 import threading
@@ -97,13 +98,13 @@ def tripwires() -> Iterator[None]:
     """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
     python_random = random.getstate()
     numpy = sys.modules.get("numpy")
-    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
+    numpy_random = pickle.dumps(numpy.random.get_state(legacy=False)) if numpy is not None else b""
     with _traps():
         yield
     drawn = None
     if random.getstate() != python_random:
         drawn = "Python's random module"
-    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
+    elif numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != numpy_random:
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(
