@@ -44,6 +44,8 @@ class _Table:
     pressure: Ints
     peak_at: int
     ceiling: int
+    #: sizes, starts and ends once more: one element of a list is read faster than one of an array
+    lists: tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,24 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
     best: _Attempt | None = None
     best_name = ""
     attempts = placements = 0
+    # What was tried since the best was found. Promotion leads round in circles: an order that comes up again while the
+    # best is still the same will end as it did, and once all of them do, nothing better will ever come.
+    tried: dict[tuple[str, tuple[int, ...]], _Attempt] = {}
     while strategies:
         next_round: list[_Strategy] = []
+        news = False
         for strategy in strategies:
-            attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
+            key = (strategy.name, tuple(strategy.order))
+            attempt = tried.get(key)
+            if attempt is None:
+                news = True
+                attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
+                if attempt.offsets is not None:
+                    best, best_name = attempt, strategy.name
+                    tried.clear()
+                else:
+                    tried[key] = attempt
             attempts, placements = attempts + 1, placements + attempt.placements
-            if attempt.offsets is not None:
-                best, best_name = attempt, strategy.name
             assert best is not None
             spent = placements >= MOST_PLACEMENTS and attempts >= FEWEST_ATTEMPTS
             if spent or best.arena_bytes <= table.ceiling:
@@ -103,6 +116,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             # An order that promotion leaves as it is would only repeat itself.
             if order != strategy.order:
                 next_round.append(replace(strategy, order=order))
+        if not news:
+            return best, best_name
         strategies = next_round
     assert best is not None
     return best, best_name
@@ -128,6 +143,7 @@ def _table(items: list[Item], problem: Problem) -> _Table:
         pressure=live[busiest],
         peak_at=int(moments[live.argmax()]),
         ceiling=lower_bound_bytes(problem),
+        lists=(sizes.tolist(), starts.tolist(), ends.tolist()),
     )
 
 
@@ -214,7 +230,7 @@ def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_St
 
 def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _Attempt:
     """Places all items in the strategy's order; gives up once the arena is no smaller than `give_up_at`."""
-    sizes, starts, ends = table.sizes.tolist(), table.starts.tolist(), table.ends.tolist()
+    sizes, starts, ends = table.lists
     offsets = [0] * len(sizes)
     arena_bytes = 0
     sticking_out: list[int] = []
