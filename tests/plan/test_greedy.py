@@ -87,7 +87,7 @@ def test_rows_and_columns_give_the_same_places(problem: Problem) -> None:
     assert solve(problem) == in_columns
 
 
-@pytest.mark.parametrize("kind", [greedy._Rows, lambda: greedy._Columns(2)])
+@pytest.mark.parametrize("kind", [greedy._PlacedRows, lambda: greedy._PlacedColumns(2)])
 @pytest.mark.parametrize(("best_fit", "hangs"), [(False, False), (True, False), (True, True)])
 def test_a_gap_starts_above_all_rivals_below_it(kind: Callable[[], Any], best_fit: bool, hangs: bool) -> None:
     placed = kind()

@@ -234,7 +234,9 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
     offsets = [0] * len(sizes)
     arena_bytes = 0
     sticking_out: list[int] = []
-    placed: _Rows | _Columns = _Rows() if len(sizes) < FEWEST_IN_COLUMNS else _Columns(len(sizes))
+    placed: _PlacedRows | _PlacedColumns = (
+        _PlacedRows() if len(sizes) < FEWEST_IN_COLUMNS else _PlacedColumns(len(sizes))
+    )
     for index, offset in strategy.pinned.items():
         offsets[index] = offset
         placed.put_(starts[index], ends[index], offset, offset + sizes[index])
@@ -257,7 +259,7 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
     return _Attempt(offsets, arena_bytes, sticking_out, len(sizes))
 
 
-class _Columns:
+class _PlacedColumns:
     """What is placed already, sorted by offset: start, end, first byte, first byte above."""
 
     def __init__(self, most: int) -> None:
@@ -292,8 +294,8 @@ class _Columns:
         return int(gap_ends[gap]) - size_bytes if hangs else int(gap_starts[gap])
 
 
-class _Rows:
-    """`_Columns` for few items, of which a loop is through before an array is made."""
+class _PlacedRows:
+    """`_PlacedColumns` for few items, of which a loop is through before an array is made."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int]] = []
