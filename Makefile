@@ -10,6 +10,8 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 # Tests run in two processes, and most of their models are tiny: a second thread would only wake up and wait. Tests of
 # what threads do set their own number.
 pytest test-all faults: export OMP_NUM_THREADS ?= 1
+# Where an environment forbids it each process that a test starts would compile takeback's source anew.
+pytest test-all: export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

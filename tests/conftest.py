@@ -43,6 +43,7 @@ RATES = Rates(
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the rates where takeback finds them, in this process and in those that tests start. What starts workers
     compiles the native code first: each of them would compile it for itself, at the same time."""
+    _seed_the_cpu_alone()
     for threads in {1, 2, torch.get_num_threads()}:
         calibrate.keep_(open_cache(), "cpu", threads, RATES)
     if getattr(config.option, "numprocesses", None):
@@ -50,6 +51,14 @@ def pytest_configure(config: pytest.Config) -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # without a compiler the tests say what they miss
             list(pool.map(lambda library: library(), libraries))
+
+
+def _seed_the_cpu_alone() -> None:
+    """torch.manual_seed() keeps a formatted stack for each kind of device that may be started later, which takes longer
+    than a tiny step. Where there is none nobody will ask."""
+    if not torch.accelerator.is_available():
+        for module in (torch.cuda, torch.cuda.random, torch.xpu, torch.xpu.random, torch.mtia):
+            module._lazy_call = lambda *args, **kwargs: None
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,7 @@ A rule is a function of (path below src/takeback, source) to its violations; eac
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,10 +75,15 @@ def part_of(path: str) -> str:
     return path.removeprefix("compiler/").split("/")[0].removesuffix(".py")
 
 
+@functools.lru_cache(maxsize=256)  # every rule asks for the nodes of every file
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(source)))
+
+
 def imports(path: str, source: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported, in functions too: `a.b.c` for `from a.b import c`."""
     package = ["takeback", *path.split("/")[:-1]]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -95,7 +101,7 @@ def imported_parts(path: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def check_docstring(path: str, source: str) -> list[str]:
-    return [] if ast.get_docstring(ast.parse(source)) else [f"{path}:1 has no docstring"]
+    return [] if ast.get_docstring(nodes(source)[0]) else [f"{path}:1 has no docstring"]
 
 
 def check_direction(path: str, source: str) -> list[str]:
@@ -133,7 +139,7 @@ def check_private_attributes(path: str, source: str) -> list[str]:
     found = sorted(
         {
             (node.lineno, node.attr)
-            for node in ast.walk(ast.parse(source))
+            for node in nodes(source)
             if isinstance(node, ast.Attribute)
             and node.attr in PRIVATE_ATTRIBUTES
             and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
@@ -157,7 +163,7 @@ def check_private_names(path: str, source: str) -> list[str]:
 def check_class_names(path: str, source: str) -> list[str]:
     """One word per idea: no two classes of takeback have one name, with or without an underscore."""
     violations = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ClassDef):
             others = [p for p in CLASS_NAMES.get(node.name.lstrip("_"), []) if p != path]
             violations += [f"{path}:{node.lineno} {other} has a class {node.name} too" for other in others[:1]]
@@ -167,7 +173,7 @@ def check_class_names(path: str, source: str) -> list[str]:
 def _class_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        for node in nodes((ROOT / path).read_text()):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(path)
     return found
@@ -200,16 +206,15 @@ def _is_environment(name: str) -> bool:
 
 def _attributes(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Line and full name of every `x.y.z` whose x was imported from `package`, under whatever alias."""
-    tree = ast.parse(source)
     bound: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             for name in node.names:
                 target = name.name if name.asname else name.name.split(".")[0]
                 bound[name.asname or target] = target
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             bound.update({name.asname or name.name: f"{node.module}.{name.name}" for name in node.names})
-    for node in ast.walk(tree):
+    for node in nodes(source):
         parts: list[str] = []
         value: ast.AST = node
         while isinstance(value, ast.Attribute):

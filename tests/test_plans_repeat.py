@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-LOOPS = 2  #: busy ones, beside one of the processes
+LOOPS = 1  #: busy ones, beside one of the processes
 PLAN = """
 import hashlib, json, os, subprocess, sys
 import torch

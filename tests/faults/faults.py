@@ -211,15 +211,22 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "plan: a gap starts above the nearest rival, not above all below",
         "compiler/plan/greedy.py",
-        "np.maximum.accumulate(rival_tops, out=gap_starts[1:])",
-        "gap_starts[1:] = rival_tops",
-        ("tests/plan/test_greedy.py::test_random_lifetimes_are_placed_validly_between_the_bound_and_the_sum",),
+        "floor = max(floor, top)",
+        "floor = top",
+        ("tests/plan/test_greedy.py::test_a_gap_starts_above_all_rivals_below_it",),
+    ),
+    PlantedFault(
+        "plan: among many items a gap starts above the nearest rival, not above all below",
+        "compiler/plan/greedy.py",
+        "np.maximum.accumulate(tops[rivals], out=gap_starts[1:])",
+        "gap_starts[1:] = tops[rivals]",
+        ("tests/plan/test_greedy.py::test_a_gap_starts_above_all_rivals_below_it",),
     ),
     PlantedFault(
         "plan: rivals that end one moment later are not seen",
         "compiler/plan/greedy.py",
-        "(placed_end > starts[index])",
-        "(placed_end > starts[index] + 1)",
+        "if from_ < end and to > start:",
+        "if from_ < end and to > start + 1:",
         ("tests/plan/test_greedy.py::test_random_lifetimes_are_placed_validly_between_the_bound_and_the_sum",),
     ),
     PlantedFault(

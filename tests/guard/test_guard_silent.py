@@ -11,6 +11,7 @@ import torch
 from honest import CASES, Numbers, Owner
 
 import takeback as tb
+from pairwise import in_turns
 
 
 def numbers(case: Callable[[], Numbers]) -> tuple[Numbers, int, int]:
@@ -22,8 +23,9 @@ def numbers(case: Callable[[], Numbers]) -> tuple[Numbers, int, int]:
     return found, Owner.in_place, Owner.copied
 
 
-@pytest.mark.parametrize("every_node", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    ("case", "every_node"), in_turns(CASES, [False, True]), ids=lambda v: getattr(v, "__name__", v)
+)
 def test_no_alarm_and_the_same_bits(case: Callable[[], Numbers], every_node: bool) -> None:
     if every_node and case is honest.zoo_models:
         pytest.skip("every node of every model takes long")

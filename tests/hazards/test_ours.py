@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hazard_saboteurs import OverwritesGradient, Plain
 from subjects import OURS, failures
 
 from takeback.hazards import HAZARDS, OpUnderTest, Trial, Verdict, judge, run, run_ddp
@@ -38,8 +39,10 @@ def test_no_gradient_is_wrong_when_compiled_with_inductor(name: str) -> None:
     assert failures(subject, {"torch.compile": judge(BY_NAME["torch.compile, inductor"], subject, "cpu")}) == {}
 
 
-def test_no_gradient_is_wrong_in_two_processes() -> None:
-    outcomes = run_ddp(OURS)
+def test_no_gradient_is_wrong_in_two_processes_where_a_saboteurs_is() -> None:
+    broken, plain = OpUnderTest("broken", OverwritesGradient, Plain), OpUnderTest("plain", Plain, Plain)
+    outcomes = run_ddp([*OURS, broken, plain])
+    assert outcomes.pop("broken").verdict is Verdict.WRONG
     assert {name: str(outcome) for name, outcome in outcomes.items() if outcome.verdict is not Verdict.RIGHT} == {}
 
 

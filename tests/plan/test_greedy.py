@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 from brute_force import broken_rule
@@ -75,6 +77,24 @@ def test_random_packs_are_placed_validly_and_no_higher_than_everything_piled_up(
     assert broken_rule(problem, solution) is None
     step = problem.alignment_bytes
     assert solution.arena_bytes <= sum((i.size_bytes + step - 1) // step * step for i in problem.items)
+
+
+@settings(deadline=None, max_examples=100)
+@given(packed_problems)
+def test_rows_and_columns_give_the_same_places(problem: Problem) -> None:
+    with mock.patch.object(greedy, "FEWEST_IN_COLUMNS", 0):
+        in_columns = solve(problem)
+    assert solve(problem) == in_columns
+
+
+@pytest.mark.parametrize("kind", [greedy._PlacedRows, lambda: greedy._PlacedColumns(2)])
+@pytest.mark.parametrize(("best_fit", "hangs"), [(False, False), (True, False), (True, True)])
+def test_a_gap_starts_above_all_rivals_below_it(kind: Callable[[], Any], best_fit: bool, hangs: bool) -> None:
+    placed = kind()
+    placed.put_(0, 4, 0, 640)
+    placed.put_(6, 10, 64, 128)  # never there together with the other: on the same bytes
+    offset = placed.lowest_or_best_offset(3, 7, 64, 768, best_fit=best_fit, hangs=hangs)
+    assert offset == (704 if hangs else 640)
 
 
 def test_bytes_of_a_pack_are_free_for_others_outside_of_their_lifetimes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 from takeback.compiler.run import allocator
+from takeback.options import cache_dir
 
 
 def normed() -> nn.Sequential:
@@ -144,14 +146,25 @@ def test_broken_compiler_warns_once_and_gives_the_same_bits(tmp_path: Path) -> N
 
 def test_compiler_missing_but_cache_filled_still_places(tmp_path: Path) -> None:
     """The cached library was built for this torch; its key must not need the compiler that built it."""
-    cache = str(tmp_path / "cache")
-    assert "placed True" in run_script(tmp_path, TAKEBACK_CACHE=cache)
-    assert "placed True" in run_script(tmp_path, CXX="no-such-compiler", TAKEBACK_CACHE=cache)
+    assert allocator.load() is not None
+    shutil.copytree(cache_dir(), tmp_path / "cache")
+    assert "placed True" in run_script(tmp_path, CXX="no-such-compiler", TAKEBACK_CACHE=str(tmp_path / "cache"))
 
 
-def test_cache_folder_that_is_a_file_warns_once_and_still_places(tmp_path: Path) -> None:
+@pytest.fixture
+def copying_compiler(tmp_path: Path) -> str:
+    """Gives the library that was built from the allocator's source before: what compiles it is not the point."""
+    assert allocator.load() is not None
+    [library] = [path for path in cache_dir().glob("native-*") if b"tb_install" in path.read_bytes()]
+    script = tmp_path / "compiler"
+    script.write_text(f'#!/bin/sh\ncp "{library}" "$3"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_cache_folder_that_is_a_file_warns_once_and_still_places(tmp_path: Path, copying_compiler: str) -> None:
     (tmp_path / "cache").write_text("in the way")
-    out = run_script(tmp_path, TAKEBACK_CACHE=str(tmp_path / "cache"))
+    out = run_script(tmp_path, CXX=copying_compiler, TAKEBACK_CACHE=str(tmp_path / "cache"))
     assert "placed True" in out
     assert out.count("warning:") == 1
     assert "cannot keep anything in the cache folder" in out

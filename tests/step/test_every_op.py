@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from step_twins import Setup, assert_right, sgd
 from torch import Tensor, nn
 
+from pairwise import in_turns, quick_ones
+
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 ROWS, WIDTH = 8, 12
@@ -93,8 +95,7 @@ ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(("name", "reduction"), in_turns(ELEMENTWISE, ["mean", "sum", "none"]))
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 def test_loss_function_equals_eager(name: str, reduction: str) -> None:
     loss = ELEMENTWISE[name]
@@ -170,7 +171,15 @@ SCALARS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", SCALARS)
+# The others are among those that test_equivalence.py trains, several in one step.
+QUICK_SCALARS = (
+    *("mean", "expanded_sum_of_a_sum", "norm", "vector_norm_3", "prod", "median", "topk", "dist", "bmm", "index_put"),
+    *("scatter_add", "tril", "chunk_swap", "reflect_pad", "diag", "rsub", "in_place_chain", "repeat_add", "double"),
+    *("bfloat16", "svd", "as_strided", "new_zeros_written", "bernoulli_mask", "multinomial"),
+)
+
+
+@pytest.mark.parametrize("name", quick_ones(SCALARS, QUICK_SCALARS))
 def test_function_equals_eager(name: str) -> None:
     right_with_loss(SCALARS[name])
 

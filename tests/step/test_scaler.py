@@ -83,7 +83,7 @@ class Pair:
         self.compile()
 
     def compile(self) -> None:
-        settings = {"keep_grads": True, **self.settings}
+        settings = {"keep_grads": True, "memory": "keep", **self.settings}
         self.step = tb.compile_step(self.model, self.loss_fn, self.optimizer, scaler=self.scaler, **settings)
         if self.streams:
             self.step._home, self.step._native = Home.ALLOCATOR, None
@@ -178,7 +178,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "settings"), in_turns(OPTIMIZERS, SETTINGS, each=3))
+@pytest.mark.parametrize(("name", "settings"), in_turns(OPTIMIZERS, SETTINGS))
 def test_twenty_steps_with_growth_and_infs_have_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings])
     pair.advance(20, infs=(4, 5, 13))
@@ -193,7 +193,6 @@ def test_twenty_steps_with_growth_and_infs_have_eagers_bits(name: str, settings:
     in_turns(
         ["sgd momentum", "sgd fused", "adamw", "adamw foreach", "adamw fused", "rmsprop"],
         ["plain", "accumulate and clip", "poisoned", "verified"],
-        each=2,
     ),
 )
 def test_executor_for_devices_has_eagers_bits(name: str, settings: str) -> None:
@@ -225,13 +224,13 @@ def large_scaler() -> GradScaler:
 @pytest.mark.parametrize(
     ("name", "settings"),
     in_turns(
-        ["sgd", "sgd momentum", "adamw", "adamw foreach", "adamw fused", "rmsprop"],
+        ["sgd momentum", "adamw", "adamw fused", "rmsprop"],
         ["plain", "accumulate and clip", "verified", "poisoned"],
     ),
 )
 def test_half_precision_that_overflows_has_eagers_bits(name: str, settings: str) -> None:
     pair = Pair(OPTIMIZERS[name], SETTINGS[settings], convnet, draw=images, scalers=large_scaler, around=fp16)
-    pair.advance(24)
+    pair.advance(16)
     steps = list(pairwise(pair.scales))
     assert any(a > b for a, b in steps), "no gradient overflowed: this test shows nothing"
     assert any(a < b for a, b in steps), "the scale never grew: this test shows nothing"

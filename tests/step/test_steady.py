@@ -50,7 +50,7 @@ def steady_steps() -> Iterator[Steps]:
 
 
 # Each optimizer with one of the models; what differs by the model is shown with AdamW.
-QUICK = [("mlp", "sgd"), ("resnet", "momentum"), *((name, "adamw") for name in SMALL)]
+QUICK = [("mlp", "sgd"), ("resnet", "momentum"), *((name, "adamw") for name in SMALL if name != "resnet")]
 each = pytest.mark.parametrize(
     ("name", "optimizer"),
     [pytest.param(*s, marks=() if s in QUICK else pytest.mark.slow) for s in SETTINGS],
@@ -211,6 +211,7 @@ def test_losses_that_are_kept_do_not_hold_the_arena() -> None:
     assert len({loss.data_ptr() for loss in losses}) == 3
 
 
+@pytest.mark.slow  # tests/harness.py compares the batch after every step
 def test_batch_is_never_written() -> None:
     for name in SMALL:
         of = case(name)

@@ -180,7 +180,10 @@ def _quiet_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("gpt2", "gpt2-padding", "gpt2-checkpoints", "llama-padding", "bert-classification", "vit")
+
+
+@pytest.mark.parametrize("name", quick_ones(MODELS, QUICK))
 def test_transformers_model_trains_to_eagers_bits(name: str) -> None:
     build, draw = MODELS[name]
 
@@ -199,7 +202,7 @@ def test_transformers_model_trains_to_eagers_bits_for_twenty_steps(name: str) ->
     train_both(case, steps=20, memory="auto")
 
 
-@pytest.mark.parametrize("name", quick_ones(["gpt2", "llama", "bert-masked", "vit"], ["vit"]))
+@pytest.mark.parametrize("name", quick_ones(["gpt2", "llama", "bert-masked", "vit"], ["bert-masked"]))
 def test_transformers_model_keeps_its_bits_when_dead_bytes_are_poisoned(name: str) -> None:
     build, draw = MODELS[name]
     train_both(Case(lambda: build().train(), loss_of, lambda i: ((), draw(i)), has_kwargs=True), steps=4, poison=True)

@@ -7,6 +7,7 @@ moves bytes. Every write to a buffer makes a new value of that buffer; program o
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import NewType, TypeAlias, overload
@@ -186,15 +187,15 @@ class Op:
     expected: object = None  #: for an op that reads a tensor into Python: the value it must give again
     scratch: tuple[Scratch, ...] = ()
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         return str(self.target).removeprefix("aten.").removesuffix(".default")
 
-    @property
+    @functools.cached_property  # asked by every pass, of ops that most passes leave as they are
     def inputs(self) -> tuple[Region, ...]:
         return (*_regions(self.args), *_regions(tuple(self.kwargs.values())))
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Region, ...]:
         return tuple(_regions(self.results))
 
@@ -226,7 +227,7 @@ def regions(tree: Argument) -> Iterator[Region]:
 
 
 def _regions(tree: tuple[Argument, ...]) -> list[Region]:
-    found: list[Region] = []  # a list, for this is asked of every op by every pass
+    found: list[Region] = []
     for leaf in tree:
         if isinstance(leaf, Region):
             found.append(leaf)

@@ -9,6 +9,7 @@ Packs are put down before all else, hung from the ceiling or piled up from 0: wh
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +24,8 @@ FEWEST_ATTEMPTS = 3
 MOST_PROMOTED_MOMENTS = 8
 # Items whose busiest moments differ by less than a twentieth of the peak count as equally contended.
 PRESSURE_LEVELS = 20
+# Where a pass over an array takes less time than a loop over rows, as measured on an AMD EPYC.
+FEWEST_IN_COLUMNS = 400
 
 Ints = NDArray[np.int64]
 
@@ -41,6 +44,8 @@ class _Table:
     pressure: Ints
     peak_at: int
     ceiling: int
+    #: sizes, starts and ends once more: one element of a list is read faster than one of an array
+    lists: tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,24 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
     best: _Attempt | None = None
     best_name = ""
     attempts = placements = 0
+    # What was tried since the best was found. Promotion leads round in circles: an order that comes up again while the
+    # best is still the same will end as it did, and once all of them do, nothing better will ever come.
+    tried: dict[tuple[str, tuple[int, ...]], _Attempt] = {}
     while strategies:
         next_round: list[_Strategy] = []
+        news = False
         for strategy in strategies:
-            attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
+            key = (strategy.name, tuple(strategy.order))
+            attempt = tried.get(key)
+            if attempt is None:
+                news = True
+                attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
+                if attempt.offsets is not None:
+                    best, best_name = attempt, strategy.name
+                    tried.clear()
+                else:
+                    tried[key] = attempt
             attempts, placements = attempts + 1, placements + attempt.placements
-            if attempt.offsets is not None:
-                best, best_name = attempt, strategy.name
             assert best is not None
             spent = placements >= MOST_PLACEMENTS and attempts >= FEWEST_ATTEMPTS
             if spent or best.arena_bytes <= table.ceiling:
@@ -100,6 +116,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             # An order that promotion leaves as it is would only repeat itself.
             if order != strategy.order:
                 next_round.append(replace(strategy, order=order))
+        if not news:
+            return best, best_name
         strategies = next_round
     assert best is not None
     return best, best_name
@@ -125,6 +143,7 @@ def _table(items: list[Item], problem: Problem) -> _Table:
         pressure=live[busiest],
         peak_at=int(moments[live.argmax()]),
         ceiling=lower_bound_bytes(problem),
+        lists=(sizes.tolist(), starts.tolist(), ends.tolist()),
     )
 
 
@@ -211,34 +230,27 @@ def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_St
 
 def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _Attempt:
     """Places all items in the strategy's order; gives up once the arena is no smaller than `give_up_at`."""
-    sizes, starts, ends = table.sizes.tolist(), table.starts.tolist(), table.ends.tolist()
+    sizes, starts, ends = table.lists
     offsets = [0] * len(sizes)
     arena_bytes = 0
     sticking_out: list[int] = []
-    # What is placed already, as columns sorted by offset: start, end, first byte, first byte above.
-    placed = np.empty((4, len(sizes)), dtype=np.int64)
-    for at, (index, offset) in enumerate(sorted(strategy.pinned.items(), key=lambda pin: pin[1])):
+    placed: _PlacedRows | _PlacedColumns = (
+        _PlacedRows() if len(sizes) < FEWEST_IN_COLUMNS else _PlacedColumns(len(sizes))
+    )
+    for index, offset in strategy.pinned.items():
         offsets[index] = offset
-        placed[:, at] = starts[index], ends[index], offset, offset + sizes[index]
+        placed.put_(starts[index], ends[index], offset, offset + sizes[index])
         arena_bytes = max(arena_bytes, offset + sizes[index])
     if give_up_at is not None and arena_bytes >= give_up_at:
         return _Attempt(None, arena_bytes, sticking_out, len(strategy.pinned))
     for count, index in enumerate(strategy.order, len(strategy.pinned)):
-        placed_start, placed_end, placed_offset, placed_top = placed[:, :count]
-        rivals = ((placed_start < ends[index]) & (placed_end > starts[index])).nonzero()[0]
-        offset = _lowest_or_best_offset(
-            placed_offset[rivals],
-            placed_top[rivals],
-            size_bytes=sizes[index],
-            ceiling=table.ceiling,
-            best_fit=strategy.best_fit,
-            hangs=strategy.hangs[index],
+        start, end, size_bytes = starts[index], ends[index], sizes[index]
+        offset = placed.lowest_or_best_offset(
+            start, end, size_bytes, table.ceiling, best_fit=strategy.best_fit, hangs=strategy.hangs[index]
         )
-        top = offset + sizes[index]
+        top = offset + size_bytes
         offsets[index] = offset
-        at = int(placed_offset.searchsorted(offset))
-        placed[:, at + 1 : count + 1] = placed[:, at:count]
-        placed[:, at] = starts[index], ends[index], offset, top
+        placed.put_(start, end, offset, top)
         arena_bytes = max(arena_bytes, top)
         if top > table.ceiling:
             sticking_out.append(index)
@@ -247,23 +259,67 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
     return _Attempt(offsets, arena_bytes, sticking_out, len(sizes))
 
 
-def _lowest_or_best_offset(
-    rival_offsets: Ints, rival_tops: Ints, *, size_bytes: int, ceiling: int, best_fit: bool, hangs: bool
-) -> int:
-    """An offset where `size_bytes` touch no rival: in a gap below the ceiling, else on top of all rivals."""
-    gap_starts = np.zeros(len(rival_offsets) + 1, dtype=np.int64)
-    # Rivals need not overlap one another in time, so their bytes may: a gap starts above all rivals below it.
-    np.maximum.accumulate(rival_tops, out=gap_starts[1:])
-    gap_ends = np.append(rival_offsets, ceiling)
-    gap_sizes = gap_ends - gap_starts
-    fitting = (gap_sizes >= size_bytes).nonzero()[0]
-    if not len(fitting):
-        return int(gap_starts[-1])
-    if best_fit:
-        gap = fitting[gap_sizes[fitting].argmin()]
-    else:
-        gap = fitting[-1 if hangs else 0]
-    return int(gap_ends[gap]) - size_bytes if hangs else int(gap_starts[gap])
+class _PlacedColumns:
+    """What is placed already, sorted by offset: start, end, first byte, first byte above."""
+
+    def __init__(self, most: int) -> None:
+        self._table = np.empty((4, most), dtype=np.int64)
+        self._count = 0
+
+    def put_(self, start: int, end: int, offset: int, top: int) -> None:
+        table, count = self._table, self._count
+        at = int(table[2, :count].searchsorted(offset))
+        table[:, at + 1 : count + 1] = table[:, at:count]
+        table[:, at] = start, end, offset, top
+        self._count = count + 1
+
+    def lowest_or_best_offset(
+        self, start: int, end: int, size_bytes: int, ceiling: int, *, best_fit: bool, hangs: bool
+    ) -> int:
+        """An offset where `size_bytes` touch no rival: in a gap below the ceiling, else on top of all rivals."""
+        starts, ends, offsets, tops = self._table[:, : self._count]
+        rivals = ((starts < end) & (ends > start)).nonzero()[0]
+        gap_starts = np.zeros(len(rivals) + 1, dtype=np.int64)
+        # Rivals need not overlap one another in time, so their bytes may: a gap starts above all rivals below it.
+        np.maximum.accumulate(tops[rivals], out=gap_starts[1:])
+        gap_ends = np.append(offsets[rivals], ceiling)
+        gap_sizes = gap_ends - gap_starts
+        fitting = (gap_sizes >= size_bytes).nonzero()[0]
+        if not len(fitting):
+            return int(gap_starts[-1])
+        if best_fit:
+            gap = fitting[gap_sizes[fitting].argmin()]
+        else:
+            gap = fitting[-1 if hangs else 0]
+        return int(gap_ends[gap]) - size_bytes if hangs else int(gap_starts[gap])
+
+
+class _PlacedRows:
+    """`_PlacedColumns` for few items, of which a loop is through before an array is made."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, int, int]] = []
+
+    def put_(self, start: int, end: int, offset: int, top: int) -> None:
+        bisect.insort(self._rows, (offset, top, start, end))
+
+    def lowest_or_best_offset(
+        self, start: int, end: int, size_bytes: int, ceiling: int, *, best_fit: bool, hangs: bool
+    ) -> int:
+        found, found_bytes = -1, 0
+        floor = 0
+        for offset, top, from_, to in self._rows:
+            if from_ < end and to > start:
+                gap_bytes = offset - floor
+                if gap_bytes >= size_bytes and (found < 0 or (gap_bytes < found_bytes if best_fit else hangs)):
+                    found, found_bytes = floor, gap_bytes
+                floor = max(floor, top)
+        gap_bytes = ceiling - floor
+        if gap_bytes >= size_bytes and (found < 0 or (gap_bytes < found_bytes if best_fit else hangs)):
+            found, found_bytes = floor, gap_bytes
+        if found < 0:
+            return floor
+        return found + found_bytes - size_bytes if hangs else found
 
 
 def _promote(table: _Table, order: list[int], sticking_out: list[int]) -> list[int]:

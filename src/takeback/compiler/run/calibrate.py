@@ -13,7 +13,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,9 +42,13 @@ class OpCost:
     """The predicted time of an op on this machine, as a function, and what is to be known of it."""
 
     rates: Rates
+    #: by id, with the op, which thereby stays the one with this id
+    _known: dict[int, tuple[Op, float]] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, op: Op) -> float:
-        return seconds(op, rates=self.rates)
+        if id(op) not in self._known:
+            self._known[id(op)] = (op, seconds(op, rates=self.rates))
+        return self._known[id(op)][1]
 
     @property
     def notes(self) -> tuple[str, ...]:
