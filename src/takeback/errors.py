@@ -43,6 +43,10 @@ class VerifyError(TakebackError):
     """A compiled step did not give the same bits as eager (`verify_every`)."""
 
 
+class StalePlanError(VerifyError):
+    """A plan that was right once gives other results than eager: something it does not watch has changed."""
+
+
 class GradBufferError(TakebackError, RuntimeError):
     """A gradient is not, or cannot be, where a `GradBuffer` keeps it."""
 

@@ -29,7 +29,7 @@ class Options:
     scaler: object | None = None
     group: object | None = None
     keep_grads: bool = False
-    verify_every: int = 0
+    verify_every: int | None = None
     max_plans: int = 8
     poison: bool = False
     solve_s: float = 120.0
@@ -72,7 +72,8 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _whole("accumulate", self.accumulate, least=1)
-        _whole("verify_every", self.verify_every, least=0)
+        if self.verify_every is not None:
+            _whole("verify_every", self.verify_every, least=0)
         _whole("max_plans", self.max_plans, least=1)
         norm = self.clip_norm
         if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):

@@ -23,7 +23,7 @@ from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture
+from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
@@ -31,26 +31,28 @@ from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home
 from takeback.compiler.planning import plan_within, settings_for
-from takeback.compiler.program import Op
+from takeback.compiler.program import Op, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plans import Plan, PlanCache
-from takeback.compiler.run.proof import Bits, Every, Once, Proof
+from takeback.compiler.run.proof import Bits, Every, Once, Proof, Schedule, Thinning
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
+from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, StalePlanError
 from takeback.options import Options, cache_dir, compiler
 
 
@@ -67,7 +69,7 @@ def compile_step(
     scaler: torch.amp.GradScaler | None = None,
     group: object | None = None,
     keep_grads: bool = False,
-    verify_every: int = 0,
+    verify_every: int | None = None,
     max_plans: int = 8,
     poison: bool = False,
     solve_s: float = 120.0,
@@ -92,7 +94,9 @@ def compile_step(
     group         a torch.distributed process group, each of whose ranks calls the step with its own part of the batch:
                   gradients are averaged as DistributedDataParallel averages them; see docs/parallel.md
     keep_grads    leaves a copy of the gradients in `.grad` after each step; otherwise `.grad` is None
-    verify_every  every n-th replay is repeated in eager on the same state, and a difference raises VerifyError
+    verify_every  None: from time to time, ever more rarely, the loss of a replay is compared with that of eager's
+                  forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
+                  repeated in eager on the same state, and a difference raises VerifyError. 0: neither
     max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
@@ -147,8 +151,7 @@ class CompiledStep:
         clips = options.clip_norm is not None
         self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
         # With a scaler steps with NaNs are right ones.
-        schedule = Every(options.verify_every) if options.verify_every else Once()
-        self._proof = Proof(measure=Bits(one_nan=options.scales), schedule=schedule)
+        self._proof = Proof(measure=Bits(one_nan=options.scales), schedule=_schedule(options.verify_every))
         self._recipe = Recipe(
             model,
             loss_fn,
@@ -231,6 +234,7 @@ class CompiledStep:
             plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
+            unsampled=plan.unsampled,
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
@@ -254,15 +258,7 @@ class CompiledStep:
             self._news.read_(missed.site)
         options, scaling = self.options, self._scaling
         subjects.check_surroundings()
-        subject = subjects.build(
-            self._model,
-            self._loss_fn,
-            self._optimizers,
-            leaves,
-            accumulate=options.accumulate,
-            clip_norm=options.clip_norm,
-            scaling=scaling,
-        )
+        subject = self._subject(leaves)
         self._derived = subject.derived
         self._news.note(key, changed)
         check_early(options, self._optimizers)
@@ -285,6 +281,17 @@ class CompiledStep:
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
+
+    def _subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
+        return subjects.build(
+            self._model,
+            self._loss_fn,
+            self._optimizers,
+            leaves,
+            accumulate=self.options.accumulate,
+            clip_norm=self.options.clip_norm,
+            scaling=self._scaling,
+        )
 
     def _plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
         options, group = self.options, self._group
@@ -330,31 +337,47 @@ class CompiledStep:
     def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor]) -> Any:
         """A replay, compared with eager where that is due."""
         self._replays += 1
-        proof, executor = self._proof, plan.executor
+        plan.replays += 1
+        proof = self._proof
         run = functools.partial(self._replay, plan, leaves)
-        if not proof.is_due(proved=plan.proved, replays=self._replays):
-            return run()
-        plan.skipped = proof.skipped(plan.eager_bytes)
-        if plan.skipped is not None:
+        due = proof.is_due(proved=plan.proved, replays=self._replays)
+        if not due and (plan.unsampled is not None or not proof.samples(plan.replays)):
             return run()
         beside = BesideEager(
             proof,
             recipe=self._recipe,
             batch=batch,
             scaling=self._scaling,
-            executor=executor,
+            executor=plan.executor,
             leaves=leaves,
             names=plan.names,
             aside=plan.aside,
         )
-        # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
-        # Where the update begins before they are all there, the parameters after it are. With a group, the update has
-        # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
-        outside = bool(plan.finished.own_steps) or self._group is not None
-        gradients = outside or (not plan.proved and self.options.update == "end")
-        out = beside.of_gradients(run) if gradients else beside.of_whole_steps(run)
-        plan.proved = plan.executor is executor  # a rehearsal may have put another in its place
-        return out
+        replay = CheckedReplay(
+            plan,
+            beside,
+            run,
+            updates_early=self.options.update == "early",
+            in_group=self._group is not None,
+            give_back_=self._arena.give_back_,
+            record=functools.partial(self._record_aside, batch, leaves),
+        )
+        if due:
+            return replay.beside_a_step()
+        try:
+            return replay.beside_a_forward()
+        except StalePlanError:
+            self._plans.drop_(plan)
+            raise
+
+    def _record_aside(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
+        """The step as it is now, recorded and taken back."""
+        with Transaction() as aside:
+            aside.at_end(self._recipe.drop_grads_)
+            aside.compute()
+            got = capture(self._subject(leaves), *batch, on_abort=aside.on_abort)
+            got.rewind_()
+        return got.program
 
     def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
         rehearse = plan.rehearsals < 2
@@ -389,3 +412,9 @@ class CompiledStep:
         else:
             plan.executor = self._executor(layout)
             plan.proved = False  # other places: compared with eager once more
+
+
+def _schedule(verify_every: int | None) -> Schedule:
+    if verify_every is None:
+        return Thinning()
+    return Every(verify_every) if verify_every else Once()

@@ -19,11 +19,6 @@ import takeback as tb
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
-#: To be taken away when what a bound object holds and the step does not read is no longer assumed.
-assumes_too_much = pytest.mark.xfail(
-    reason="everything that a bound object or a library's class leads to is assumed to stay as it is", run=False
-)
-
 
 # -- a trainer class -----------------------------------------------------------------------------------------------
 
@@ -63,12 +58,10 @@ def train(compiled: bool, *, counts: bool) -> Training:
     )
 
 
-@assumes_too_much
 def test_trainer_that_holds_its_compiled_step_and_a_bound_loss() -> None:
     assert_equal_trainings(lambda compiled: train(compiled, counts=False))
 
 
-@assumes_too_much
 def test_trainer_that_counts_steps_and_keeps_losses_beside_its_bound_loss() -> None:
     assert_equal_trainings(lambda compiled: train(compiled, counts=True))
 
@@ -124,7 +117,6 @@ def tokens(i: int) -> tuple[Tensor]:
     return (torch.randint(0, 31, (2, 8), generator=torch.Generator().manual_seed(i)),)
 
 
-@assumes_too_much
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_peft_lora_on_a_transformers_model(checkpointing: bool) -> None:
     peft = pytest.importorskip("peft")
@@ -187,7 +179,6 @@ def test_training_step_of_a_module_like_lightnings() -> None:
     lightning_training(LightningLike)
 
 
-@assumes_too_much
 def test_training_step_of_a_lightning_module() -> None:
     lightning = pytest.importorskip("pytorch_lightning")
 

@@ -99,13 +99,14 @@ def build_report(
     own_steps: Sequence[OwnStep] = (),
     skipped: Skipped | None = None,
     unplanned: str = "",
+    unsampled: str | None = None,
     step_s: float = 0.0,
     added_s: float = 0.0,
     notes: Sequence[str] = (),
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
-    ran plainly, and why. `notes`: of the recording."""
+    ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording."""
     program = layout.draft.program
     resident = resident_by_role(program)
     total = sum(resident.values())
@@ -137,7 +138,10 @@ def build_report(
         eager_curve=eager.curve,
         measured=measured,
         placed=execution.serves_ops,
-        notes=(*((unplanned,) if unplanned else ()), *_notes(layout, execution, own_steps, skipped, notes)),
+        notes=(
+            *((unplanned,) if unplanned else ()),
+            *_notes(layout, execution, own_steps, skipped, (*notes, *_unsampled(unsampled))),
+        ),
         step_s=step_s,
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
@@ -182,6 +186,11 @@ def _notes(
     yield from layout.draft.notes
     if skipped is not None:
         yield skipped.reason
+
+
+def _unsampled(reason: str | None) -> Iterator[str]:
+    if reason is not None:
+        yield f"replays are not compared with eager's forward from time to time: {reason}. verify_every=n compares"
 
 
 _NO_ARENA = (

@@ -43,6 +43,26 @@ def eager_peak(program: Program) -> EagerPeak:
     return EagerPeak(curve[top] if curve else 0, top, tuple(curve))
 
 
+def forward_peak_bytes(program: Program) -> int:
+    """The most that eager's forward holds where nothing is kept for a backward: of the recorded program."""
+    last = {r.buffer: i for i, op in enumerate(program.ops) if op.phase is Phase.FORWARD for r in op.inputs}
+    alive: dict[BufferId, int] = {}
+    most = 0
+    for position, op in enumerate(program.ops):
+        if op.phase is not Phase.FORWARD:
+            continue
+        new = [
+            b
+            for b in dict.fromkeys(r.buffer for r in op.outputs)
+            if b not in alive and not program.buffers[b].role.borrowed and b not in op.mutates
+        ]
+        held = sum(alive.values())
+        alive |= {b: program.buffers[b].size_bytes for b in new}
+        most = max(most, held + _inside(op, program, new), sum(alive.values()))
+        alive = {b: size for b, size in alive.items() if last.get(b, -1) > position}
+    return most
+
+
 def _inside(op: Op, program: Program, new: list[BufferId]) -> int:
     """The most that the op adds while it runs: its results and its scratch, in the order it asked for them."""
     counted = {s.result for s in op.scratch}

@@ -11,6 +11,7 @@ import array
 import ctypes
 import functools
 import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -75,6 +76,9 @@ class Cell:
         self.view = memoryview(self._words)
 
 
+_DONT_NEED = 4  # MADV_DONTNEED
+
+
 class Arena:
     """One mapping, aligned at 2 MiB, with a uint8 tensor over it.
 
@@ -95,6 +99,11 @@ class Arena:
         memory = (ctypes.c_uint8 * max(size_bytes, 1)).from_address(self.address)
         weakref.finalize(memory, library.tb_arena_release, handle).atexit = False
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+
+    def give_back_(self) -> None:
+        """Gives the pages back to the system until they are written again; what is in them is lost."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size_bytes), _DONT_NEED)
 
 
 class Session:

@@ -34,3 +34,8 @@ class SharedArena:
             skip = -raw.data_ptr() % 64
             self.tensor = raw[skip : skip + size_bytes]
         self.generation += 1
+
+    def give_back_(self) -> None:
+        """Lets the system have the pages until the next step: between steps nothing in them is needed."""
+        if self.mapped is not None:
+            self.mapped.give_back_()

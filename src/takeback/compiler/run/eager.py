@@ -78,6 +78,18 @@ class Recipe:
         assert total is not None
         return Made(total, parts[0] if count == 1 else tuple(parts), has_aux)
 
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """The loss alone, as `backward_` gives it."""
+        count = self.accumulate
+        total: torch.Tensor | None = None
+        for index in range(count):
+            args, kwargs = batch if count == 1 else microbatch(batch, index, count)
+            loss, _, _ = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            part = loss.detach() if count == 1 else loss.detach() / count
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
     def update_(self) -> torch.Tensor | None:
         """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizers' step, updates the scale. The
         norm before clipping, where that was asked for."""

@@ -43,6 +43,9 @@ class Plan:
     proved: bool = False  #: compared with its reference
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
+    replays: int = 0
+    right_at: int = 0  #: the replay that was last compared with eager
+    unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
 
     @property
     def original(self) -> Program:

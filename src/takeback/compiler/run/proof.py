@@ -168,7 +168,20 @@ class Every:
         return replays % self.count == 0
 
 
-Schedule = Once | Every
+@dataclass(frozen=True, slots=True)
+class Thinning:
+    """A new plan as with `Once`. Besides, ever more rarely, its loss is compared with that of eager's forward, which is
+    run without gradients and so within the plan's own memory."""
+
+    def again(self, replays: int) -> bool:
+        return False
+
+    def samples(self, replays: int) -> bool:
+        """`replays`: of the plan, this one included."""
+        return replays in (2, 10, 100) or replays % 1000 == 0
+
+
+Schedule = Once | Every | Thinning
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
@@ -202,6 +215,10 @@ class Proof:
     def is_due(self, *, proved: bool, replays: int) -> bool:
         """`proved`: the plan has been compared before. `replays`: of the step, this one included."""
         return not proved or self.schedule.again(replays)
+
+    def samples(self, replays: int) -> bool:
+        """Whether the loss of a plan's replay, of which there were so many, is compared with eager's forward."""
+        return isinstance(self.schedule, Thinning) and self.schedule.samples(replays)
 
     def skipped(self, needed_bytes: int) -> Skipped | None:
         """Why a comparison is left out whose reference needs that much; None if it is made."""

@@ -37,6 +37,15 @@ Inspect = Callable[[], None]
 Run = Callable[[Inspect | None], Any]  #: a replay; what it is given is called between its backward and its update
 
 
+class ForwardDiffers(Exception):
+    """A replay's loss is not that of eager's forward without gradients: the plan is stale, or torch takes another way
+    where no gradients are wanted."""
+
+
+class ForwardFails(Exception):
+    """There is no eager forward without gradients to compare with; says why."""
+
+
 @dataclass(frozen=True)
 class BesideEager:
     """One replay beside eager, from the same state and batch."""
@@ -95,6 +104,31 @@ class BesideEager:
                 name = program.buffers[b].name or "a tensor that the step writes"
                 found[f"{name} (%{b})" if name in found else name] = program.externals[b]
         return found
+
+    def of_forward(self, run: Run) -> Any:
+        """The result of the replay, whose loss is that of eager's forward, which is run without gradients. Raises
+        `ForwardDiffers` where it is not, with the step taken back, and `ForwardFails` where it cannot be run so."""
+        program = self.executor.program
+        with Transaction() as aside:
+            aside.at_end(_saved(self._written(), program))
+            aside.compute()
+            try:
+                with torch.no_grad():
+                    expected = keep(self.proof.measure, {"loss": self.recipe.forward(self.batch)})
+            except Exception as error:
+                raise ForwardFails(f"its forward cannot be run without gradients ({type(error).__name__})") from error
+        states = [(g, g.get_state()) for g in generators_of(program)]
+
+        def compare() -> None:
+            if differing(self.proof.measure, expected, {"loss": self.executor.tensor(program.loss, self.leaves)}):
+                raise ForwardDiffers
+
+        try:
+            return run(compare)
+        except ForwardDiffers:
+            for generator, state in states:
+                generator.set_state(state)
+            raise
 
     def of_whole_steps(self, run: Run) -> Any:
         """The result of the replay, after eager gave the same from the same state. Eager's state is what stays."""
