@@ -174,6 +174,71 @@ def test_change_takes_effect(row: Row) -> None:
     assert got == "right" or (row.refused and got.startswith("refused")), got
 
 
+# -- what changes and is not read ----------------------------------------------------------------------------------
+
+
+class Bar:
+    """A progress bar."""
+
+    def __init__(self) -> None:
+        self.n, self.rows = 0, []
+
+    def update(self, row: object) -> None:
+        self.n += 1
+        self.rows.append(row)
+
+
+class Trainer:
+    """Holds everything, as people's trainers do, its compiled step included. What its loop counts, no step reads."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 4)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.opt, 2)
+        self.config = types.SimpleNamespace(temperature=2.0, name="run")
+        self.global_step, self.epoch, self.loss = 0, 0.0, 0.0
+        self.losses: list[float] = []
+        self.state = {"best": 0.0}
+        self.bar = Bar()
+        self.step = tb.compile_step(self.model, self.loss_fn, self.opt, memory="keep")
+
+    def loss_fn(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) / self.config.temperature).square().mean()
+
+    def tick(self, loss: torch.Tensor) -> None:
+        self.global_step += 1
+        self.epoch += 0.1
+        self.loss = loss.item()
+        self.losses.append(self.loss)
+        self.state["best"] = min(self.state["best"], self.loss)
+        self.bar.update(self.loss)
+        self.config.name += "."
+        self.model.global_step = self.global_step
+        self.schedule.step()
+        setattr(self, f"metric_{self.global_step}", self.loss)
+
+
+def test_a_trainer_whose_counters_tick_has_one_plan() -> None:
+    trainer = Trainer()
+    for i in range(6):
+        trainer.tick(trainer.step(torch.ones(3, 4) * i))
+    assert len(trainer.step._plans) == 1
+    trainer.config.temperature = 3.0
+    change = trainer.step._plans[0].change([torch.ones(3, 4)])
+    assert change == "loss_fn.self.config.temperature: 2.0 is now 3.0"
+
+
+def test_a_value_that_changes_in_every_step_is_named_in_the_warning() -> None:
+    trainer = Trainer()
+    for i in range(3):
+        trainer.config.temperature = 3.0 + i
+        trainer.step(torch.ones(3, 4))
+    trainer.config.temperature = 6.0
+    with pytest.warns(RuntimeWarning, match=r"loss_fn\.self\.config\.temperature: 5\.0 is now 6\.0"):
+        trainer.step(torch.ones(3, 4))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for number, each in enumerate(rows()):
