@@ -37,6 +37,60 @@ def problem_of(fault: PlantedFault) -> str | None:
 
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
+        "capture: a wrapped optimizer that leaves out its update is not noticed",
+        "compiler/capture/optimizers.py",
+        "    if not calls:",
+        "    if len(calls) > 1:",
+        (
+            "tests/step/test_optimizers.py::test_wrapper_that_leaves_out_an_update_is_refused_and_nothing_is_lost[1]",
+            "tests/step/test_optimizers.py::test_wrapper_that_leaves_out_an_update_is_refused_and_nothing_is_lost[4]",
+        ),
+    ),
+    PlantedFault(
+        "capture: gradient accumulation that comes into force is not asked for",
+        "compiler/capture/optimizers.py",
+        'not getattr(state, "sync_gradients", True)',
+        'getattr(state, "sync_gradients", True) is None',
+        (
+            "tests/step/test_optimizers.py::test_accumulation_of_a_wrapper_is_refused_before_anything_runs[later-AcceleratedOptimizer]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a step() in the place of torch's is not noticed",
+        "compiler/capture/update.py",
+        "    if replaced is not None:",
+        "    if replaced is None and replaced:",
+        ("tests/step/test_optimizers.py::test_step_replaced_on_the_instance_is_called_and_said[False-3]",),
+    ),
+    PlantedFault(
+        "capture: the second optimizer's numbers are the first one's",
+        "compiler/capture/update_writer.py",
+        "HyperScalar(self._before + len(self.formulas) - 1, text)",
+        "HyperScalar(len(self.formulas) - 1, text)",
+        ("tests/step/test_optimizers.py::test_learning_rates_of_several_optimizers_are_read_afresh",),
+    ),
+    PlantedFault(
+        "capture: comparing with eager leaves gradients in another model",
+        "compiler/capture/aside.py",
+        "                p.grad = grad\n",
+        "                p.grad = p.grad\n",
+        ("tests/step/test_gan.py::test_gradients_of_another_model_are_neither_computed_nor_touched",),
+    ),
+    PlantedFault(
+        "executor: the weight that a hook leaves on its module grows stale",
+        "compiler/run/replayed_step.py",
+        "holder.copy_(executor.tensor(value, leaves))",
+        "executor.tensor(value, leaves)",
+        ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[old_weight_norm]",),
+    ),
+    PlantedFault(
+        "capture: a tensor that no module has is taken for another module's parameter",
+        "compiler/capture/loss.py",
+        "elif id(variable) in theirs:",
+        "elif id(variable) in ours:",
+        ("tests/step/test_gan.py::test_leaf_that_belongs_to_no_module_stays_refused[parameter]",),
+    ),
+    PlantedFault(
         "capture: a batch norm's running variance is not known to be written",
         "compiler/capture/op_facts.py",
         "aten.native_batch_norm.default: (3, 4),",
@@ -519,8 +573,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "step: a refused memory target leaves the parameters updated",
         "compiler/run/snapshot.py",
-        "            tensor.detach().copy_(before)\n        state",
-        "            tensor.detach()\n        state",
+        "            tensor.detach().copy_(before)\n        for member",
+        "            tensor.detach()\n        for member",
         (
             "tests/step/test_memory_targets.py::test_impossible_target_leaves_model_optimizer_and_random_state_as_they_were",
         ),

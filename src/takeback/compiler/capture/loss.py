@@ -77,7 +77,7 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
     ours = {id(p) for p in subject.parameters}
     theirs = {id(t) for t in reachable if t.is_leaf and t.requires_grad} - ours
     modules = {p: f"{m}.{n}" for m, module in subject.beside.items() for n, p in module.named_parameters()}
-    found: dict[torch.nn.Parameter, str] = {}
+    found: set[torch.nn.Parameter] = set()
     reentrant = False
     pending, seen = [loss.grad_fn], set()
     while pending:
@@ -89,7 +89,7 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours:
             if variable in modules:
-                found[variable] = modules[variable]
+                found.add(variable)
             elif id(variable) in theirs:
                 raise CaptureError(
                     f"a tensor of shape {tuple(variable.shape)} that requires grad takes part in the loss, but is not "
@@ -98,5 +98,5 @@ def leaves_of(loss: torch.Tensor, subject: Subject, reachable: Sequence[torch.Te
                 )
         pending.extend(following for following, _ in node.next_functions)
     if reentrant:
-        found = {p: name for p, name in modules.items() if p.requires_grad and id(p) not in ours}
-    return Leaves(found, reentrant)
+        found = {p for p in modules if p.requires_grad and id(p) not in ours}
+    return Leaves({p: name for p, name in modules.items() if p in found}, reentrant)

@@ -19,23 +19,27 @@ class Snapshot:
         optimizers: Optimizers,
         others: Sequence[torch.Tensor] = (),
     ) -> None:
-        self._optimizers = optimizers
         self._tensors = [(t, t.detach().clone()) for t in (*parameters, *others)]
-        self._state: dict[torch.Tensor, dict[str, Any]] = {
-            p: {k: (v, v.detach().clone()) if isinstance(v, torch.Tensor) else (v, v) for k, v in table.items()}
-            for p, table in optimizers.states
-        }
+        self._states: list[tuple[torch.optim.Optimizer, dict[torch.Tensor, dict[str, Any]]]] = [
+            (member, {p: {k: (v, _copy(v)) for k, v in table.items()} for p, table in member.state.items()})
+            for member in optimizers.members
+        ]
 
     def restore_(self) -> None:
         """Puts everything back, into the very tensors that held it."""
         for tensor, before in self._tensors:
             tensor.detach().copy_(before)
-        for member in self._optimizers.members:
-            for p in [p for p in member.state if p not in self._state]:
-                del member.state[p]
-        for p, live_table in self._optimizers.states:
-            live_table.clear()
-            for key, (live, before) in self._state[p].items():
-                if isinstance(live, torch.Tensor):
-                    live.detach().copy_(before)
-                live_table[key] = live
+        for member, tables in self._states:
+            state = member.state
+            for p in [p for p in state if p not in tables]:
+                del state[p]
+            for p, table in tables.items():
+                state[p].clear()
+                for key, (live, before) in table.items():
+                    if isinstance(live, torch.Tensor):
+                        live.detach().copy_(before)
+                    state[p][key] = live
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
