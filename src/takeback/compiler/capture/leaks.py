@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
 
+from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
@@ -93,23 +94,29 @@ def _seed(*args: Any, **kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def tripwires() -> Iterator[None]:
-    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
+def tripwires(own: OwnThread) -> Iterator[None]:
+    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers.
+    Where `own` can tell, what other threads draw does not count."""
     python_random = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_random = repr(numpy.random.get_state(legacy=False)) if numpy is not None else ""
+    numpy_random = _numpy_state(own)
     with _traps():
         yield
     drawn = None
-    if random.getstate() != python_random:
+    if own.drew_python if own.exact else random.getstate() != python_random:
         drawn = "Python's random module"
-    elif numpy is not None and repr(numpy.random.get_state(legacy=False)) != numpy_random:
+    elif own.drew_numpy or _numpy_state(own) != numpy_random:
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(
             f"the step draws from {drawn}; a replay would use the first draw for ever. Draw before the step and pass "
             f"the result in as a tensor, or draw with torch."
         )
+
+
+def _numpy_state(own: OwnThread) -> str:
+    """The state of numpy's global generator, where that must be compared."""
+    numpy = sys.modules.get("numpy")
+    return "" if numpy is None or own.exact_numpy else repr(numpy.random.get_state(legacy=False))
 
 
 @contextlib.contextmanager

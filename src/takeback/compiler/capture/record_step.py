@@ -18,6 +18,7 @@ from takeback.compiler.capture.assumptions import Assumptions
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, tensors_of
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import check_leaves, check_loss, split_loss
+from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.randomness import default_generators
 from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
@@ -132,6 +133,7 @@ def _attempt(
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(recording()) if recording is not None else None
+        own = stack.enter_context(watching(next((p.device for p in subject.parameters), torch.device("cpu"))))
         recorder = Recorder(
             subject.known(),
             batch,
@@ -140,11 +142,12 @@ def _attempt(
             reachable=assumptions.tensors,
             generators=assumptions.generators if real else (),
             held=functools.partial(_held_by, subject.model),
+            own=own,
         )
         on_abort(recorder.undo_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
-            with tripwires(), torch.enable_grad(), reads:
+            with tripwires(own), torch.enable_grad(), reads:
                 ran = _run(subject, recorder, args, kwargs, assumptions.tensors)
         except BaseException:
             recorder.rewind_()

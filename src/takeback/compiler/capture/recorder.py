@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
+from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
 from takeback.compiler.capture.site import Sites, at
@@ -46,6 +47,7 @@ class Recorder(TorchDispatchMode):
         reachable: Sequence[torch.Tensor] = (),
         generators: Sequence[torch.Generator] = (),
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
+        own: OwnThread | None = None,
     ) -> None:
         """`held()`: the tensors that the model's attributes hold just now."""
         super().__init__()
@@ -57,7 +59,7 @@ class Recorder(TorchDispatchMode):
         self._log = log
         self._real = real
         # Fake ops draw no numbers.
-        self._random = RandomTrail(generators, self.table.device) if real else None
+        self._random = RandomTrail(generators, self.table.device, own) if real else None
         self.dispatches = False  #: a kernel is being called
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
