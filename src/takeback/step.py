@@ -158,8 +158,11 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
-        with self._group.step() if self._group is not None else contextlib.nullcontext():
-            return self._call((args, kwargs))
+        try:
+            with self._group.step() if self._group is not None else contextlib.nullcontext():
+                return self._call((args, kwargs))
+        finally:
+            torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def _call(self, batch: Batch) -> Any:
         leaves, batch_key = take_apart(batch)
