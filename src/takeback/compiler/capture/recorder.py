@@ -7,13 +7,15 @@ no tensor alive that eager would have freed. What the forward and backward write
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture import outlives
+from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
@@ -22,7 +24,7 @@ from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, atta
 from takeback.compiler.capture.site import Sites, at
 from takeback.compiler.capture.trial import OpForm, form_of_op
 from takeback.compiler.capture.undo import Undo
-from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_resized, refuse_unusual
+from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_lazy, refuse_resized, refuse_unusual
 from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role, Site
 from takeback.errors import CaptureError
 
@@ -75,6 +77,35 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.seen is not None:
             self.seen.append(form_of_op(func, args, kwargs))
+        if not func.is_view:
+            args, kwargs = self._resolve(func, args, kwargs)
+        return self._record(func, args, kwargs)
+
+    def _resolve(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Conjugates and negates for real what is so by a flag only, in an op of its own: a region has no such flag.
+        Eager does the same inside of most ops. A view of such a tensor is still one."""
+        lazy = [t for t in _tensors((args, tuple(kwargs.values()))) if t.is_conj() or t.is_neg()]
+        if not lazy:
+            return args, kwargs
+        refuse_lazy(written_tensors(func, args, kwargs), self._sites.at)
+        resolved: dict[int, torch.Tensor] = {}
+        for tensor in lazy:
+            plain = tensor
+            for flagged, flip, op in (
+                (tensor.is_conj(), torch.conj, aten._conj_physical.default),
+                (tensor.is_neg(), torch._neg_view, aten.neg.default),
+            ):
+                if flagged:
+                    base = flip(plain)
+                    self.table.follow_leaf(base, plain)
+                    plain = self._record(op, (base,), {})
+            resolved[id(tensor)] = plain
+        change = functools.partial(map_leaves, kind=torch.Tensor, change=lambda t: resolved.get(id(t), t))
+        return tuple(change(a) for a in args), {name: change(value) for name, value in kwargs.items()}
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
         facts = facts_of(func)
@@ -215,6 +246,8 @@ class Recorder(TorchDispatchMode):
         return outlives.orphan(self.table, self.ops)
 
     def region(self, tensor: torch.Tensor) -> Region:
+        """Of a tensor that the step gives."""
+        refuse_lazy((tensor,), self._sites.at)
         return self.table.region(tensor)
 
     def program(
@@ -242,6 +275,14 @@ class Recorder(TorchDispatchMode):
             grad_norm,
             eager_death={b: shift(p) for b, p in table.death.items()},
         )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:
