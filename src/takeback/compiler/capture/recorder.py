@@ -62,7 +62,6 @@ class Recorder(TorchDispatchMode):
         self._real = real
         # Fake ops draw no numbers.
         self._random = RandomTrail(generators, self.table.device, own) if real else None
-        self.dispatches = False  #: a kernel is being called
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -75,11 +74,12 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.seen is not None:
-            self.seen.append(form_of_op(func, args, kwargs))
-        if not func.is_view:
-            args, kwargs = self._resolve(func, args, kwargs)
-        return self._record(func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's
+            if self.seen is not None:
+                self.seen.append(form_of_op(func, args, kwargs))
+            if not func.is_view:
+                args, kwargs = self._resolve(func, args, kwargs)
+            return self._record(func, args, kwargs)
 
     def _resolve(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,11 +128,9 @@ class Recorder(TorchDispatchMode):
 
         if self._log is not None:
             self._log.cell[0] = position
-        self.dispatches = True
         try:
             out = func(*args, **kwargs)
         finally:
-            self.dispatches = False
             if self._log is not None:
                 self._log.cell[0] = -1
 
