@@ -168,7 +168,10 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
-        return self._turn(functools.partial(self._in_turn, (args, kwargs)))
+        try:
+            return self._turn(functools.partial(self._in_turn, (args, kwargs)))
+        finally:
+            torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def _in_turn(self, batch: Batch) -> Any:
         with self._group.step() if self._group is not None else contextlib.nullcontext():

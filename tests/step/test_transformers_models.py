@@ -98,6 +98,29 @@ def qwen2() -> nn.Module:
     )
 
 
+def deepseek_v2() -> nn.Module:
+    """Rotary embeddings in complex numbers, whose backward conjugates."""
+    return transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            first_k_dense_replace=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            kv_lora_rank=8,
+            q_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            n_routed_experts=4,
+            max_position_embeddings=LENGTH,
+        )
+    )
+
+
 def bert_config() -> Any:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
@@ -160,6 +183,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
     "llama": (llama, causal),
     "llama-padding": (llama, causal_with_padding),
     "qwen2": (qwen2, causal),
+    "deepseek-v2": (deepseek_v2, causal),
     "bert-classification": (lambda: transformers.BertForSequenceClassification(bert_config()), sentences),
     "bert-masked": (lambda: transformers.BertForMaskedLM(bert_config()), masked),
     "vit": (vit, images),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
 
+from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
@@ -111,16 +112,17 @@ def _plain(state: Any) -> object:
 
 
 @contextlib.contextmanager
-def tripwires() -> Iterator[None]:
-    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers."""
+def tripwires(own: OwnThread) -> Iterator[None]:
+    """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers.
+    Where `own` can tell, what other threads draw does not count."""
     python_random = random.getstate()
-    numpy_random = _numpy_random()
+    numpy_random = None if own.exact_numpy else _numpy_random()
     with _traps():
         yield
     drawn = None
-    if random.getstate() != python_random:
+    if own.drew_python if own.exact else random.getstate() != python_random:
         drawn = "Python's random module"
-    elif _numpy_random() != numpy_random:
+    elif own.drew_numpy or (not own.exact_numpy and _numpy_random() != numpy_random):
         drawn = "numpy.random"
     if drawn is not None:
         raise CaptureError(

@@ -176,12 +176,15 @@ class Onlooker:
                 self._changed.pop()
                 self._blind_(kind)
         codes = self.seen.codes
+        other = self._previous if callable(self._previous) else None  # somebody looks on already: he goes on
 
         def note(frame: FrameType, event: str, arg: object) -> None:
             if event == "call":
                 code = frame.f_code
                 if id(code) not in codes:
                     codes[id(code)] = (code, frame.f_globals)
+            if other is not None:
+                other(frame, event, arg)
 
         sys.setprofile(note)
         return self

@@ -3,6 +3,9 @@
 Between two random ops nobody should touch a generator. Where somebody did (torch.utils.checkpoint restores an earlier
 state before it runs a block again), the state found must be one that was current earlier in the step: then the replay
 saves it there and restores it here. Any other state came from a seed inside the step, and the recording is refused.
+
+Other threads may draw from the same generator meanwhile (own_thread.py). That is no matter to a step that draws nothing
+from it; if it does, eager and a replay would give different numbers by chance, and the recording is refused.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.site import at
 from takeback.compiler.program import Op, Phase, Site, Special
 from takeback.errors import CaptureError
@@ -51,7 +55,11 @@ class RandomTrail:
         self,
         generators: Sequence[torch.Generator] = (),
         device: torch.device = torch.device("cpu"),  # noqa: B008
+        own: OwnThread | None = None,
     ) -> None:
+        self._own = own if own is not None else OwnThread()
+        self._used: set[torch.Generator] = set()  #: those that the step itself drew from or set
+        self._foreign: set[torch.Generator] = set()  #: those that another thread drew from meanwhile
         self._defaults = default_generators(device)
         self._current: dict[torch.Generator, bytes] = {}
         self._seen: dict[tuple[torch.Generator, bytes], _Moment] = {}
@@ -65,9 +73,11 @@ class RandomTrail:
         self._begin = [(generator, generator.get_state()) for generator in self._current]
 
     def rewind_(self) -> None:
-        """Sets every generator back to where the step began."""
+        """Sets every generator back to where the step began, except those that the step left alone: what has moved
+        such a one is another thread's."""
         for generator, state in self._begin:
-            generator.set_state(state)
+            if generator in self._used or not self._own.exact:
+                generator.set_state(state)
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""
@@ -83,8 +93,13 @@ class RandomTrail:
                 f"keep it where loss_fn or the model can be seen to hold it."
             )
         now = _state(own)
-        if now != self._current[own]:
+        was_set = self._own.has_set_(generator_key(own))
+        if now != self._current[own] and was_set:
+            self._used.add(own)
             self._jump(own, now, position, site)
+        elif now != self._current[own]:
+            self._foreign.add(own)
+            self._current[own] = now
         self._seen.setdefault((own, now), _Moment(position, own))
 
     def after(self, generator: torch.Generator | None, position: int) -> None:
@@ -94,12 +109,22 @@ class RandomTrail:
                 self.after(each, position)
             return
         own = self._known[generator_key(generator)]
-        state = self._current[own] = _state(own)
+        state = _state(own)
+        if state != self._current[own]:
+            self._used.add(own)
+        self._current[own] = state
         self._seen.setdefault((own, state), _Moment(position, own))
 
     def finish(self, position: int) -> None:
         for generator in tuple(self._current):
             self.before(generator, position, None)
+        if self._used & self._foreign:
+            raise CaptureError(
+                "another thread drew from torch's default generator while the step was recorded, and the step draws "
+                "from it as well. Which numbers each of them gets is chance, in eager too, so a plan cannot be "
+                "compared with eager. Give the thread a torch.Generator of its own, or let it rest during the first "
+                "steps."
+            )
 
     def _jump(self, generator: torch.Generator, state: bytes, position: int, site: Site | None) -> None:
         moment = self._seen.get((generator, state))

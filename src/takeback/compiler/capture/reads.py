@@ -37,8 +37,6 @@ class Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._recorder.dispatches:
-            return func(*args, **kwargs)  # the recorder's own call of a kernel
         name = getattr(func, "__name__", str(func))
         tensors = () if name == "__get__" or func in _BACKWARDS else tuple(tensors_in((args, kwargs)))
         if not tensors:

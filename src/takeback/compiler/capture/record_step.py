@@ -22,6 +22,7 @@ from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
+from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
 from takeback.compiler.capture.reads import Reads
@@ -146,6 +147,7 @@ def _attempt(
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(recording()) if recording is not None else None
+        own = stack.enter_context(watching(next((p.device for p in subject.parameters), torch.device("cpu"))))
         recorder = Recorder(
             subject.known(),
             batch,
@@ -154,11 +156,12 @@ def _attempt(
             reachable=before.tensors,
             generators=before.generators if real else (),
             held=functools.partial(_held_by, subject.model),
+            own=own,
         )
         on_abort(recorder.rewind_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
-            with tripwires(), torch.enable_grad(), onlooker, reads:
+            with tripwires(own), torch.enable_grad(), onlooker, reads:
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
             recorder.rewind_()

@@ -7,22 +7,25 @@ no tensor alive that eager would have freed. What the forward and backward write
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture import outlives
+from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
+from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
 from takeback.compiler.capture.site import Sites, at
 from takeback.compiler.capture.trial import OpForm, form_of_op
 from takeback.compiler.capture.undo import Undo
-from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_resized, refuse_unusual
+from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_lazy, refuse_resized, refuse_unusual
 from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role, Site
 from takeback.errors import CaptureError
 
@@ -47,6 +50,7 @@ class Recorder(TorchDispatchMode):
         reachable: Sequence[torch.Tensor] = (),
         generators: Sequence[torch.Generator] = (),
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
+        own: OwnThread | None = None,
     ) -> None:
         """`held()`: the tensors that the model's attributes hold just now."""
         super().__init__()
@@ -58,8 +62,7 @@ class Recorder(TorchDispatchMode):
         self._log = log
         self._real = real
         # Fake ops draw no numbers.
-        self._random = RandomTrail(generators, self.table.device) if real else None
-        self.dispatches = False  #: a kernel is being called
+        self._random = RandomTrail(generators, self.table.device, own) if real else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -72,17 +75,48 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         onlooker = sys.getprofile()
-        if onlooker is None or func.namespace != "aten":  # an op of the user's may run Python of its own
-            return self._record(func, args, kwargs or {})
-        sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
+        quiet = onlooker is not None and func.namespace == "aten"  # an op of the user's may run Python of its own
+        if quiet:
+            sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
         try:
-            return self._record(func, args, kwargs or {})
+            return self._dispatched(func, args, kwargs or {})
         finally:
-            sys.setprofile(onlooker)
+            if quiet:
+                sys.setprofile(onlooker)
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's
+            if self.seen is not None:
+                self.seen.append(form_of_op(func, args, kwargs))
+            if not func.is_view:
+                args, kwargs = self._resolve(func, args, kwargs)
+            return self._record(func, args, kwargs)
+
+    def _resolve(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Conjugates and negates for real what is so by a flag only, in an op of its own: a region has no such flag.
+        Eager does the same inside of most ops. A view of such a tensor is still one."""
+        lazy = [t for t in _tensors((args, tuple(kwargs.values()))) if t.is_conj() or t.is_neg()]
+        if not lazy:
+            return args, kwargs
+        refuse_lazy(written_tensors(func, args, kwargs), self._sites.at)
+        resolved: dict[int, torch.Tensor] = {}
+        for tensor in lazy:
+            plain = tensor
+            for flagged, flip, op in (
+                (tensor.is_conj(), torch.conj, aten._conj_physical.default),
+                (tensor.is_neg(), torch._neg_view, aten.neg.default),
+            ):
+                if flagged:
+                    base = flip(plain)
+                    self.table.follow_leaf(base, plain)
+                    plain = self._record(op, (base,), {})
+            resolved[id(tensor)] = plain
+        change = functools.partial(map_leaves, kind=torch.Tensor, change=lambda t: resolved.get(id(t), t))
+        return tuple(change(a) for a in args), {name: change(value) for name, value in kwargs.items()}
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.seen is not None:
-            self.seen.append(form_of_op(func, args, kwargs))
         if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
             return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
         facts = facts_of(func)
@@ -105,11 +139,9 @@ class Recorder(TorchDispatchMode):
 
         if self._log is not None:
             self._log.cell[0] = position
-        self.dispatches = True
         try:
             out = func(*args, **kwargs)
         finally:
-            self.dispatches = False
             if self._log is not None:
                 self._log.cell[0] = -1
 
@@ -223,6 +255,8 @@ class Recorder(TorchDispatchMode):
         return outlives.orphan(self.table, self.ops)
 
     def region(self, tensor: torch.Tensor) -> Region:
+        """Of a tensor that the step gives."""
+        refuse_lazy((tensor,), self._sites.at)
         return self.table.region(tensor)
 
     def program(
@@ -250,6 +284,14 @@ class Recorder(TorchDispatchMode):
             grad_norm,
             eager_death={b: shift(p) for b, p in table.death.items()},
         )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _positions(before: list[Op], after: list[Op]) -> Callable[[int], int]:

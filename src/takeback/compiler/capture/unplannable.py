@@ -36,9 +36,13 @@ def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool
             f"forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) for a tangent "
             f"that is zero. Differentiate in reverse mode: torch.func.grad, vjp, jacrev, or torch.autograd.grad."
         )
-    if tensor.is_conj() or tensor.is_neg():
+
+
+def refuse_lazy(tensors: Iterable[torch.Tensor], where: Callable[[], str]) -> None:
+    """A tensor that the step writes or gives, and that is conjugated or negated by a flag only."""
+    if any(t.is_conj() or t.is_neg() for t in tensors):
         raise CaptureError(
-            f"a lazily conjugated or negated tensor takes part in the step{where()}. "
+            f"the step writes or returns a lazily conjugated or negated tensor{where()}. "
             f"Call .resolve_conj() or .resolve_neg() on it."
         )
 

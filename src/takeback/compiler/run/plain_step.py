@@ -12,6 +12,7 @@ from takeback.compiler.run.replayed_step import Results
 
 def plain_step(recipe: Recipe, batch: Batch, *, keep_grads: bool) -> Results:
     """Makes the step."""
+    torch.clear_autocast_cache()  # as before a recording: what is cast is the weights as they are now
     try:
         with torch.enable_grad():
             made = recipe.forward_backward_(batch, recipe.scaler)
