@@ -158,7 +158,9 @@ class Tally:
 
     def fault(self, kind: str, example: str) -> None:
         self.faults[kind] += 1
-        self.examples.setdefault(kind, example)
+        if kind not in self.examples:
+            self.examples[kind] = example
+            print(f"== {kind}\n{example}", file=sys.stderr, flush=True)
 
 
 class Fault(Exception):
@@ -224,7 +226,7 @@ class Course:
 
         def strike(number: int, frame: FrameType | None) -> None:
             nonlocal where
-            where = "".join(traceback.format_stack(frame, limit=6))
+            where = "".join(traceback.format_stack(frame, limit=12))
             signal.raise_signal(signal.SIGINT)
 
         signal.signal(signal.SIGALRM, strike)

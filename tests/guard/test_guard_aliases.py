@@ -109,6 +109,55 @@ def test_statistics_that_a_checkpoint_moves_again() -> None:
     assert storage.nbytes() == 16
 
 
+def unseen_by_autograd(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Moves the statistics without making a node."""
+    with torch.no_grad():
+        norm(x)
+    return x
+
+
+HELD = {
+    "a state_dict": lambda norm: norm.state_dict(),
+    "views": lambda norm: (norm.running_mean[:2], norm.running_var.view(2, 2)),
+    "one flat tensor": lambda norm: flattened(norm),
+    "nothing": lambda norm: None,
+}
+
+
+def flattened(norm: nn.BatchNorm1d) -> torch.Tensor:
+    flat = torch.cat([torch.zeros(4), torch.ones(4)])
+    norm.running_mean, norm.running_var = flat[:4], flat[4:]
+    return flat
+
+
+@pytest.mark.parametrize("held", HELD)
+@pytest.mark.parametrize("block", ["norm", "norm without a node", "norm with momentum=None"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_statistics_that_others_look_at_may_move_in_a_checkpoint(held: str, block: str, reentrant: bool) -> None:
+    norm = nn.BatchNorm1d(4, momentum=None if "None" in block else 0.1)
+    keeper = HELD[held](norm)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return unseen_by_autograd(norm, x) if "without" in block else norm(x)
+
+    def step() -> None:
+        x = Double.apply(torch.randn(5, 4, requires_grad=True))
+        (checkpoint(body, x, use_reentrant=reentrant) * 2).square().mean().backward()
+
+    assert errors_of(step) == []
+    del keeper
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_input_of_a_checkpoint_may_be_overwritten_in_its_only_backward(reentrant: bool) -> None:
+    def step() -> None:
+        y = checkpoint(lambda t: Double.apply(t, sab.nothing, sab.by_pointer), leaf() * 1, use_reentrant=reentrant)
+        loss = y.square().mean()
+        loss.backward()
+
+    assert errors_of(step) == []
+
+
 @pytest.mark.parametrize("inputs", [False, True])
 def test_the_guard_itself_holds_nothing_of_the_call(inputs: bool) -> None:
     """The output is nobody's but its node's, though backward was called on it."""

@@ -325,6 +325,58 @@ def test_inside_a_checkpoint(reentrant: bool) -> None:
     assert ("TanhBackward0" if reentrant else "torch.utils.checkpoint, which computed it again") in error.readers[0]
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_that_the_last_op_of_a_checkpoint_overwrites(reentrant: bool) -> None:
+    """A reentrant one runs a backward of its own, and who waits for the gradient is outside of it."""
+
+    def step() -> None:
+        x = leaf() * 1
+        y = x.sin()
+        z = checkpoint(lambda t: Double.apply(t.cos(), sab.by_pointer), x, use_reentrant=reentrant)
+        (y + z).square().mean().backward()
+
+    [error] = errors_of(step)
+    assert error.node == "DoubleBackward"
+    assert error.tensor.startswith("its incoming gradient 0")
+    assert error.readers[0].startswith("SinBackward0, as its incoming gradient 0")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_saved_tensor_outside_that_the_first_op_of_a_checkpoint_overwrites(reentrant: bool) -> None:
+    def step() -> None:
+        x = leaf().tanh()
+        z = checkpoint(lambda t: Double.apply(t, sab.nothing, sab.by_pointer), x, use_reentrant=reentrant)
+        del x
+        z.square().mean().backward()
+
+    [error] = errors_of(step)
+    assert error.readers[0].startswith("TanhBackward0, which saved it as result")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_input_of_a_checkpoint_that_a_second_backward_computes_again_from(reentrant: bool) -> None:
+    def step() -> None:
+        z = checkpoint(lambda t: Double.apply(t, sab.nothing, sab.by_pointer), leaf() * 1, use_reentrant=reentrant)
+        z.square().mean().backward(retain_graph=True)
+
+    [error] = errors_of(step)
+    who = "CheckpointFunctionBackward, which saved it" if reentrant else "torch.utils.checkpoint, which keeps it"
+    assert error.readers[0].startswith(who)
+
+
+def test_input_that_another_checkpoint_has_yet_to_compute_from() -> None:
+    def step() -> None:
+        x = leaf() * 1
+        y = checkpoint(lambda t: t.sin().exp(), x, use_reentrant=False)
+        z = checkpoint(lambda t: Double.apply(t, sab.nothing, sab.by_pointer), x, use_reentrant=False)
+        del x
+        (y + z).square().mean().backward()
+
+    [error] = errors_of(step)
+    assert error.node == "DoubleBackward"
+    assert any(reader.startswith("torch.utils.checkpoint, which keeps it") for reader in error.readers)
+
+
 def test_create_graph_saves_a_gradient_that_is_then_overwritten() -> None:
     class Square(torch.autograd.Function):
         @staticmethod

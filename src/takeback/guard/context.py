@@ -104,6 +104,7 @@ class Guard(contextlib.ContextDecorator):
                     report=_report,
                     exact=self._exact,
                     every_node=self._every_node,
+                    outer=outer,
                 )
                 watch.begin()
         except Exception as error:  # the program that is watched must not fail because of the guard

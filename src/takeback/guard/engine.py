@@ -18,7 +18,7 @@ import torch
 from torch.autograd import graph
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, checkpoint
 
 Run = Callable[..., Any]
 MODULE_CALL = torch.nn.Module._call_impl.__code__
@@ -143,6 +143,25 @@ def saved_by(node: Node) -> Iterator[tuple[str, object]]:
 @functools.lru_cache(maxsize=4096)
 def _raw_attributes(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+CHECKPOINTS: tuple[type, ...] = tuple(
+    kind for kind in (getattr(checkpoint, "_CheckpointFrame", None),) if kind is not None
+)
+"""What keeps the inputs of a checkpointed block, for computing it again."""
+
+
+def inputs_of(frame: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a checkpoint computes again from; none where they are packed by hooks."""
+    for one in getattr(frame, "saved_args", ()):
+        value = getattr(one, "data", None)
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def has_computed_again(frame: Any) -> bool:
+    """Whether a checkpoint has done so in the backward that is running."""
+    return bool(getattr(frame, "is_recomputed", {}).get(torch._C._current_graph_task_id(), False))
 
 
 def knows_what_is_saved() -> bool:

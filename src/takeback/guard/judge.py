@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from takeback.errors import OverwriteError
 from takeback.guard import engine
@@ -92,23 +93,34 @@ class Judge:
             yield from self._new_nodes(region, results)
 
     def _nodes_and_grads(self, known: Known, region: StorageRegion) -> Iterator[Reader]:
-        for reader, name in self._readers.saved.get(region.key, (region, []))[1]:
-            if self._readers.reads(reader, known):
+        yield from self._nodes(self._readers, known, region)
+        seen = {reader.node for reader, _ in self._readers.saved.get(region.key, (region, []))[1]}
+        for readers, running in self._readers.around:
+            yield from self._nodes(readers, running, region, seen)
+        for text in dict.fromkeys(self._readers.waiting_for(region)):
+            yield Reader(text, node=False)
+        own = known.leaf
+        for grad, reference in self._readers.grads.values():
+            leaf = reference()
+            if grad.key == region.key and leaf is not None and leaf is not own:
+                yield Reader(f"your own code, through the .grad of {_name(leaf)}", node=False)
+
+    def _nodes(
+        self, readers: Readers, known: Known, region: StorageRegion, seen: Collection[Node] = ()
+    ) -> Iterator[Reader]:
+        """Of one call into the engine: nodes that saved the bytes, and gradients on their way."""
+        for reader, name in readers.saved.get(region.key, (region, []))[1]:
+            if reader.node not in seen and readers.reads(reader, known):
                 again = " and reads it in a second backward: the graph is kept" if reader.ran else ""
                 who = "itself" if reader is known else reader.name
                 yield Reader(f"{who}, which saved it as {name}{again}", self._site(reader))
-        for (reader, nr), waiting in self._readers.pending.items():
+        for (reader, nr), waiting in readers.pending.items():
             if waiting is not None and waiting.key == region.key and reader is not known:
                 leaf = reader.leaf
                 if leaf is not None:
                     yield Reader(f"{_name(leaf)}, as its gradient", node=False)
                 else:
                     yield Reader(f"{reader.name}, as its incoming gradient {nr}", self._site(reader))
-        own = known.leaf
-        for grad, reference in self._readers.grads.values():
-            leaf = reference()
-            if grad.key == region.key and leaf is not None and leaf is not own:
-                yield Reader(f"your own code, through the .grad of {_name(leaf)}", node=False)
 
     def _new_nodes(self, region: StorageRegion, results: list[Any]) -> Iterator[Reader]:
         """Nodes of the graph that create_graph is making."""
@@ -123,41 +135,48 @@ class Judge:
         self, own: Own, changed: list[StorageRegion], watched: set[Key], ignored: set[int]
     ) -> list[tuple[StorageRegion, list[Reader]]]:
         """What of the changed bytes the user's own references read, other than through containers of the guard."""
+        updated = self._updated(own, changed)
+        suspect = [region for region in changed if region.key not in updated]
+        if not suspect:
+            return [(region, []) for region in changed]
         keys = {region.key for region in changed}
         nodes = (known.node for known in self._readers.graph.known.values() if known.kind is NodeKind.PYTHON)
         ignored |= {identity for node in nodes for identity in containers_in(vars(node))}
-        forward = engine.sequence_number() != own.number  # one ran inside, and may have moved statistics
         tensors: list[Any] = []
         touched: list[StorageRegion] = []
-        updated: set[Key] = set()
         for tensor in live(torch.Tensor):
             region = self._readers.region(tensor, "held in Python")
             if region is None or (region.key in watched and region.key not in keys):
                 continue
-            hit = next((r for r in changed if r.key == region.key), None)
-            hit = hit or next((r for r in changed if r.overlaps(region)), None)
+            hit = next((r for r in suspect if r.key == region.key), None)
+            hit = hit or next((r for r in suspect if r.overlaps(region)), None)
             if hit is None:
-                continue
-            if hit.key not in own.tensors and self._is_state(tensor, own, forward):
-                updated.add(hit.key)
                 continue
             tensors.append(tensor)
             touched.append(hit)
-        for alias, hit in aliases(changed, lambda one: self._readers.region(one, "held in Python")):
-            if hit.key not in updated:
-                tensors.append(alias)
-                touched.append(hit)
+        for alias, hit in aliases(suspect, lambda one: self._readers.region(one, "held in Python")):
+            tensors.append(alias)
+            touched.append(hit)
         found: dict[Key, list[Reader]] = {}
         for i, text in holders_of(tensors, ignored | {id(touched)}).items():
             who = text if text == CHECKPOINT else f"your own code, through {text}"
             found.setdefault(touched[i].key, []).append(Reader(who, node=False))
         return [(region, found.get(region.key, [])) for region in changed]
 
-    def _is_state(self, tensor: torch.Tensor, own: Own, forward: bool) -> bool:
-        """Whether it is a module's buffer that was updated on purpose."""
-        if id(tensor) not in own.versions:
-            return False
-        return forward or engine.version_of(tensor) != own.versions[id(tensor)]
+    def _updated(self, own: Own, changed: list[StorageRegion]) -> set[Key]:
+        """Of the changed bytes, those of modules' buffers that were updated on purpose: whoever else looks at them (a
+        state_dict, a view) looks at the statistics as they are now."""
+        buffers = [buffer for reference in self._readers.buffers if (buffer := reference()) is not None]
+        moved = [buffer for buffer in buffers if engine.version_of(buffer) != own.versions.get(id(buffer))]
+        # A forward inside may move statistics, and then torch counts no write of them: only that of the module's
+        # counter, if it has one, or that nodes were made.
+        forward = engine.sequence_number() != own.number or bool(moved)
+        found: set[Key] = set()
+        for buffer in buffers if forward else moved:
+            region = self._readers.region(buffer, "held in Python")
+            if region is not None:
+                found |= {one.key for one in changed if one.key not in own.tensors and one.overlaps(region)}
+        return found
 
     def _overwrite(self, known: Known, own: Own, region: StorageRegion, readers: list[Reader]) -> Overwrite:
         leaf = known.leaf

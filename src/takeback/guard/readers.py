@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed as dist
@@ -40,11 +40,20 @@ class EngineCall:
     alone: bool  #: no other thread trains
 
 
-class Readers:
-    """The readers of one call into the engine."""
+class Around(NamedTuple):
+    """A call into the engine in which another one is made, and the node that makes it: a reentrant checkpoint."""
 
-    def __init__(self, call: EngineCall, skipped: Counter[str]) -> None:
+    readers: Readers
+    node: Known
+
+
+class Readers:
+    """The readers of one call into the engine. `around`: the calls that it is made in."""
+
+    def __init__(self, call: EngineCall, skipped: Counter[str], around: Sequence[Around] = ()) -> None:
         self.call = call
+        self.around = around
+        self.inputs: list[tuple[StorageRegion, weakref.ref[Any]]] = []  #: what checkpoints compute again from
         self._skipped = skipped
         self.graph = Graph(skipped)
         self._later: set[Known] = set()  #: nodes whose saved tensors a later backward may read
@@ -74,7 +83,11 @@ class Readers:
         alive: list[tuple[int, bool, StorageRegion]] = []
         buffers: dict[int, torch.Tensor] = {}
         leaves = {id(known.leaf) for known in self.run}
-        for thing in live(torch.Tensor, torch.nn.Module):
+        for thing in live(torch.Tensor, torch.nn.Module, *engine.CHECKPOINTS):
+            if isinstance(thing, engine.CHECKPOINTS):
+                given = (self.region(t, "given to a checkpoint") for t in engine.inputs_of(thing))
+                self.inputs += [(region, weakref.ref(thing)) for region in given if region is not None]
+                continue
             if isinstance(thing, torch.nn.Module):
                 buffers |= {id(b): b for b in thing.buffers(recurse=False)}
                 continue
@@ -135,20 +148,41 @@ class Readers:
 
     def reads(self, reader: Known, writer: Known) -> bool:
         """Whether a node may read what it saved after `writer` has run."""
+        for readers, running in self.around:
+            there = readers.graph.known.get(reader.node)
+            if there is not None:  # it will run, or has run, in that call
+                return readers.reads(there, running)
         return reader in self._later or (reader is not writer and reader.executes and not reader.ran)
+
+    def waiting_for(self, region: StorageRegion) -> Iterator[str]:
+        """The checkpoints that compute again from these bytes: each once in a backward, and again in the next."""
+        for given, reference in self.inputs:
+            if given.key == region.key and self._computes_again(reference()):
+                yield "torch.utils.checkpoint, which keeps it to compute its block again"
+
+    def _computes_again(self, checkpoint: Any) -> bool:
+        return checkpoint is not None and (self.call.keeps or not engine.has_computed_again(checkpoint))
 
     def readable(self, writer: Known) -> Iterator[StorageRegion]:
         """What nodes and `.grad`s other than the writer's own may read."""
+        yield from self._on_its_way(writer)
+        for readers, running in self.around:
+            yield from readers._on_its_way(running)
+        for region, reference in self.inputs:
+            if self._computes_again(reference()):
+                yield region
+        own = writer.leaf
+        for region, leaf in self.grads.values():
+            if leaf() is not None and leaf() is not own:
+                yield region
+
+    def _on_its_way(self, writer: Known) -> Iterator[StorageRegion]:
         for region, readers in self.saved.values():
             if any(self.reads(reader, writer) for reader, _ in readers):
                 yield region
         for (reader, _), waiting in self.pending.items():
             if waiting is not None and reader is not writer:
                 yield waiting
-        own = writer.leaf
-        for region, leaf in self.grads.values():
-            if leaf() is not None and leaf() is not own:
-                yield region
 
     def destinations(self, known: Known) -> Iterator[StorageRegion]:
         """Where a node may write its results: the gradients of the leaves it computes for, and what hangs on these

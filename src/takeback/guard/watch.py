@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from takeback.guard import engine
 from takeback.guard.fingerprint import Fingerprint, fingerprints, same
 from takeback.guard.graph import Known, NodeKind, tensors_in
 from takeback.guard.judge import Judge, Own
-from takeback.guard.readers import EngineCall, Readers
+from takeback.guard.readers import Around, EngineCall, Readers
 from takeback.guard.region import Key, StorageRegion
 from takeback.guard.sites import NodeSites
 from takeback.guard.threads import clocks
@@ -84,7 +84,11 @@ class WatchedBackward:
         report: Callable[[OverwriteError], None],
         exact: bool,
         every_node: bool,
+        outer: Sequence[Window] = (),
     ) -> None:
+        self._readers: Readers = Readers(
+            call, counts.skipped, [Around(window.watch._readers, window.known) for window in outer]
+        )
         self._sites, self._counts, self._report, self._exact = sites, counts, report, exact
         self._every_node = every_node
         self.callers = callers  #: the threads that wait for this backward
@@ -93,7 +97,6 @@ class WatchedBackward:
         self._hooked: set[Known] = set()  #: leaves on whose node other code hangs too
         self._undo: dict[type, Callable[[], None]] = {}
         self._open_by_hook: dict[Known, Window] = {}
-        self._readers = Readers(call, counts.skipped)
         self._judge = Judge(self._readers, sites, threading.get_ident())
 
     def begin(self) -> None:

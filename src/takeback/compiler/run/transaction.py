@@ -147,10 +147,10 @@ class Transaction:
     ) -> None:
         self._gate.open = False
         failures: list[BaseException] = []
+        if self._modes is not None:
+            _run_all([self._modes.restore_], failures)  # before the others, which compute
         if error is not None:
             torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
-            if self._modes is not None:
-                self._aborts.append(self._modes.restore_)  # the first to run: the others compute
             _run_all(self._aborts, failures)
         torch._C._set_grad_enabled(self._grad_mode)
         _run_all(self._ends, failures)
