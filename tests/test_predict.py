@@ -109,6 +109,7 @@ def _make(n: int) -> tuple[Any, ...]:
     return model, lambda m, x: m(x).square().mean(), optimizer, (torch.zeros(n, 64),)
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("memory", quick_ones(["400KiB", "1MiB", "3MiB"], ["1MiB"]))
 def test_largest_batch_is_the_last_one_that_fits(memory: str) -> None:
     found = tb.largest_batch(_make, memory=memory)
