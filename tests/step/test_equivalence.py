@@ -128,7 +128,7 @@ ZOO = {
 
 
 LONG = ("mlp", "gpt-dropout=0.1-tied=True")
-TRAINED = (*LONG, "gpt-dropout=0.0-tied=False", "gpt-context-dropout=0.1", "dit-ddpm", "ssm")
+TRAINED = (*LONG, "gpt-context-dropout=0.1", "dit-ddpm", "ssm")
 POISONED = (LONG[1], "resnet-inplace=True-zero_init=True")
 TRAINED_CONVNETS = ("resnet-inplace=False-zero_init=False", "resnet-inplace=True-zero_init=True")
 
