@@ -27,7 +27,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-@pytest.mark.parametrize("loss", ["flow", "ddpm"])
+@pytest.mark.parametrize("loss", ["flow", pytest.param("ddpm", marks=pytest.mark.slow)])
 def test_dit_writes_a_grid_of_samples(
     loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,18 @@ from takeback import compile_step, predict, zoo
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.text import IN_UPDATE, at_peak, peak_position, refusal_groups, short_line, show_bytes
 from takeback.compiler.ownership.facts import Refused
+from takeback.compiler.passes.draft import Overwrites
+
+
+def test_value_is_called_overwritten_where_its_plan_overwrites() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid())
+    step = compile_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters()), memory="keep")
+    step(torch.randn(4, 6))
+    layout = step._plans[0].executor.layout
+    grads = {f"%{r.buffer}" for r in (layout.program.slices or layout.program.grads).values()}
+    planned = {f"%{b}" for b, where in layout.draft.placements.items() if isinstance(where, Overwrites)} - grads
+    called = {e.value for e in step.report().ledger if e.fate is Fate.OVERWRITTEN}
+    assert called == planned != set()
 
 
 def test_text_of_a_fixed_report() -> None:

@@ -91,7 +91,7 @@ def test_text_marks_auto_where_it_is_one_of_the_points() -> None:
     assert "\nkeep, auto " in str(fixed(auto=0))
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
+@pytest.mark.parametrize("name", ["mlp", "gpt", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_text_of_a_zoo_frontier_fits_80_columns_and_is_plain(name: str) -> None:
     text = str(zoo_frontier(name))
     assert max(map(len, text.splitlines())) <= 80

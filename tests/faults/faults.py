@@ -679,4 +679,25 @@ FAULTS: tuple[PlantedFault, ...] = (
         "for action in actions:",
         ("tests/run/test_transaction.py::test_abort_takes_back_last_first_then_cleans_up_and_an_end_only_cleans_up",),
     ),
+    PlantedFault(
+        "ownership: results that an op asks for itself count as scratch",
+        "compiler/ownership/curve.py",
+        "return max(most - results, 0)",
+        "return max(most, 0)",
+        ("tests/ownership/test_curve.py::test_results_that_an_op_asks_for_itself_are_no_scratch",),
+    ),
+    PlantedFault(
+        "nn: a strided up of swiglu is overwritten",
+        "nn/gated.py",
+        "for tensor in (gate, up)):",
+        "for tensor in (gate,)):",
+        ("tests/nn/test_nn_rows.py::test_swiglu_of_a_strided_input_says_why_and_is_right[up]",),
+    ),
+    PlantedFault(
+        "explain: what is overwritten is called placed",
+        "compiler/explain/ledger.py",
+        "fate = Fate.OVERWRITTEN\n",
+        "fate = Fate.PLACED\n",
+        ("tests/explain/test_explain_text.py::test_value_is_called_overwritten_where_its_plan_overwrites",),
+    ),
 )

@@ -55,7 +55,10 @@ def main() -> int:
             for fault, (missed, s) in zip(faults, outcomes, strict=True)
         ]
         about = {"date": datetime.date.today().isoformat(), "torch": torch.__version__, "caught": caught}
-        given.json.write_text(json.dumps({**about, "of": len(faults), "faults": rows}, indent=1) + "\n")
+        before = json.loads(given.json.read_text()) if given.json.exists() else {}
+        # What the suite before the cuts caught was tried by hand, for its code reads otherwise here and there.
+        kept = {"old_suite": before["old_suite"]} if "old_suite" in before else {}
+        given.json.write_text(json.dumps({**about, "of": len(faults), "faults": rows, **kept}, indent=1) + "\n")
     return 0 if caught == len(faults) else 1
 
 

@@ -439,6 +439,20 @@ def test_copies_says_why(name: str) -> None:
     assert module.copies == {}
 
 
+@pytest.mark.parametrize("turned", ["gate", "up"])
+def test_swiglu_of_a_strided_input_says_why_and_is_right(turned: str) -> None:
+    leaves = [normal(*((8, 5) if turned == name else (5, 8)), seed=1).requires_grad_() for name in ("gate", "up")]
+    module, dy = SwiGLU(), normal(5, 8, seed=2)
+
+    def gradients(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        # A product keeps the strides of its operand, and is no view.
+        return torch.autograd.grad(function(*(x.t() * 1 if x.shape == (8, 5) else x * 1 for x in leaves)), leaves, dy)
+
+    for found, expected in zip(gradients(module), gradients(lambda g, u: F.silu(g) * u), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert list(module.copies) == ["a kept input is not contiguous"]
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_second_backward_is_right_or_raises(name: str) -> None:
     module = LAYERS[name]()

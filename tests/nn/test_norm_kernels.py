@@ -50,24 +50,21 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype", "accumulate"), pairwise(list(KINDS), DTYPES, [False, True]), ids=str)
 def test_gradients_are_float64s_to_rounding_and_neighbours_stay(
     kind: str, dtype: torch.dtype, accumulate: bool
 ) -> None:
     check(replace(KINDS[kind], dtype=dtype, accumulate=accumulate))
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "accumulate"), pairwise(list(KINDS), [torch.bfloat16, torch.float16], [False, True]), ids=str
+)
 def test_half_precision_parameters(kind: str, dtype: torch.dtype, accumulate: bool) -> None:
     check(replace(KINDS[kind], dtype=dtype, parameters=dtype, accumulate=accumulate))
 
 
-@pytest.mark.parametrize(("weight_grad", "bias_grad", "dx"), list(itertools.product([False, True], repeat=3)))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "weight_grad", "bias_grad", "dx"), pairwise(list(KINDS), *[[False, True]] * 3))
 def test_each_destination_is_optional(kind: str, weight_grad: bool, bias_grad: bool, dx: bool) -> None:
     check(replace(KINDS[kind], weight_grad=weight_grad, bias_grad=bias_grad, dx=dx))
 
@@ -138,8 +135,8 @@ LARGE = pytest.mark.parametrize(
     "case",
     [
         Case("layer", (100_000, 24)),
-        Case("batch", (100_000, 24)),
-        Case("batch", (25, 3, 200, 200)),
+        pytest.param(Case("batch", (100_000, 24)), marks=pytest.mark.slow),
+        pytest.param(Case("batch", (25, 3, 200, 200)), marks=pytest.mark.slow),
         Case("batch", (25, 3, 200, 200), layout=LAST),
         Case("group", (25, 4, 200, 200), groups=2),
     ],

@@ -29,7 +29,8 @@ TWO = [
     "a_rank_is_caught_by_its_proof",
 ]
 LAST = "a_rank_dies"
-FOUR = ["plain", "accumulated_and_clipped", "unused", "uneven", "ranks_agree"]
+FOUR = ["plain", "accumulated_and_clipped", "unused"]
+FOUR_MORE = ["uneven", "ranks_agree"]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return run_ranks(4, "scenarios", FOUR, tmp_path_factory.mktemp("four"))
 
 
+@pytest.fixture(scope="module")
+def four_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_ranks(4, "scenarios", FOUR_MORE, tmp_path_factory.mktemp("four"))
+
+
 @pytest.mark.parametrize("scenario", TWO)
 def test_two_ranks(two: dict[str, list[str]], scenario: str) -> None:
     assert two[scenario] == [FINE, FINE], "\n".join(two[scenario])
@@ -50,6 +56,12 @@ def test_two_ranks(two: dict[str, list[str]], scenario: str) -> None:
 @pytest.mark.parametrize("scenario", FOUR)
 def test_four_ranks(four: dict[str, list[str]], scenario: str) -> None:
     assert four[scenario] == [FINE] * 4, "\n".join(four[scenario])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", FOUR_MORE)
+def test_four_ranks_as_two(four_more: dict[str, list[str]], scenario: str) -> None:
+    assert four_more[scenario] == [FINE] * 4, "\n".join(four_more[scenario])
 
 
 def test_the_other_rank_is_told_when_one_dies(two: dict[str, list[str]]) -> None:

@@ -110,6 +110,7 @@ def test_ledger_names_every_gradient_as_packed_with_its_distance() -> None:
     assert distances == {"0", "8,192", "8,448", "11,008"}
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize(("name", "memory"), in_turns(zoo.CASES, ["keep", "auto"]))
 def test_packing_never_makes_the_arena_of_the_zoo_larger(name: str, memory: str) -> None:
     case = zoo.case(name)

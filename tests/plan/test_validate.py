@@ -149,7 +149,7 @@ def test_a_fault_is_caught_if_and_only_if_it_breaks_a_rule(fault: Fault, problem
 
 
 @pytest.mark.parametrize("fault", [*FAULTS, tear_a_pack])
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(problem=packed_problems.filter(lambda problem: len(problem.packs) > 0), seed=st.integers(0, 2**20))
 def test_a_fault_among_packs_is_caught_if_and_only_if_it_breaks_a_rule(
     fault: Fault, problem: Problem, seed: int

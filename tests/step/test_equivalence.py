@@ -128,19 +128,20 @@ ZOO = {
 
 
 LONG = ("mlp", "gpt-dropout=0.1-tied=True")
-TRAINED = (*LONG, "gpt-dropout=0.0-tied=False", "gpt-context-dropout=0.1", "dit-ddpm", "ssm")
+TRAINED = (*LONG, "gpt-context-dropout=0.1", "dit-ddpm", "ssm")
+POISONED = (LONG[1], "resnet-inplace=True-zero_init=True")
 TRAINED_CONVNETS = ("resnet-inplace=False-zero_init=False", "resnet-inplace=True-zero_init=True")
 
 
 @pytest.mark.parametrize("name", quick_ones(ZOO, (*TRAINED, *TRAINED_CONVNETS)))
 def test_zoo_model_trains_to_eagers_bits_in_less_memory(name: str) -> None:
     case = dataclasses.replace(ZOO[name], settings={**ZOO[name].settings, "keep_grads": False})
-    step = train_both(case, steps=12 if name in LONG else 5, memory="auto")
+    step = train_both(case, steps=12 if name in LONG else 5, memory="auto", poison=name in POISONED)
     report = step.report()
     assert report.peak_bytes <= report.eager_peak_bytes
 
 
-@pytest.mark.parametrize("name", quick_ones(ZOO, ("mlp", "gpt-dropout=0.1-tied=True", "dit-flow", TRAINED_CONVNETS[1])))
+@pytest.mark.parametrize("name", quick_ones(ZOO, ("dit-flow",)))
 def test_zoo_model_keeps_its_bits_when_dead_bytes_are_poisoned(name: str) -> None:
     train_both(ZOO[name], steps=5, poison=True, memory="auto")
 
@@ -1271,7 +1272,7 @@ def test_autocast_around_and_inside_the_step(outer: bool, inner: bool) -> None:
     "name",
     quick_ones(
         ["mlp", "gpt-dropout=0.1-tied=True", "resnet-inplace=True-zero_init=False", *(n for n in S4 if n[-1] != "1")],
-        ["mlp", "gpt-dropout=0.1-tied=True", "resnet-inplace=True-zero_init=False", "ssm"],
+        ["gpt-dropout=0.1-tied=True", "resnet-inplace=True-zero_init=False"],
     ),
 )
 def test_zoo_model_under_autocast(name: str) -> None:

@@ -294,7 +294,7 @@ GRAPHS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("poison", [False, True], ids=["plain", "poison"])
+@pytest.mark.parametrize("poison", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "poison"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_hazardous_graph_gives_eagers_bits(name: str, poison: bool) -> None:
     train_both(Case(Weights, GRAPHS[name], noise(), adamw if poison else sgd), poison=poison, steps=8, memory="auto")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import takeback as tb
 from pairwise import in_turns
 from takeback.compiler.explain.ledger import Fate
+from takeback.compiler.passes import recompute
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator import ALLOC, Cell
 from takeback.zoo import CASES, Case, case
@@ -43,9 +44,13 @@ class Steps(dict[tuple[str, str], tuple[Case, tb.CompiledStep]]):
 
 @pytest.fixture(scope="module")
 def steady_steps() -> Iterator[Steps]:
+    """Each with a fair choice of what to rebuild: a search for the best one is not the point."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield Steps()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
+            patch.setattr(recompute, name, 4)
+        yield Steps()
     torch.set_num_threads(threads)
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from pairwise import quick_ones
 from takeback.zoo import DiT, DiTConfig, case, shape_batches
 from takeback.zoo.dit import (
     DIT_S_2,
@@ -252,7 +251,8 @@ def test_classes_are_dropped_in_training_alone() -> None:
     assert torch.equal(model.eval().dropped(labels), labels)
 
 
-@pytest.mark.parametrize("size", quick_ones(["small", "flow"], ["small"]))
+@pytest.mark.slow  # tests/test_examples.py trains it too
+@pytest.mark.parametrize("size", ["small", "flow"])
 def test_small_dit_learns_the_shapes(size: str) -> None:
     built = case("dit", size=size)
     losses = []

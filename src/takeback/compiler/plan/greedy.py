@@ -117,7 +117,7 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             if order != strategy.order:
                 next_round.append(replace(strategy, order=order))
         if not news:
-            return best, best_name
+            break
         strategies = next_round
     assert best is not None
     return best, best_name
