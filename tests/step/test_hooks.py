@@ -178,7 +178,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_checkpointing_of_transformers_trains_to_eagers_bits(reentrant: bool) -> None:
     def make(compiled: bool) -> Training:
         model = gpt2()
@@ -189,7 +189,7 @@ def test_gradient_checkpointing_of_transformers_trains_to_eagers_bits(reentrant:
     assert_equal_trainings(make, steps=4)
 
 
-@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("what", [pytest.param("output_hidden_states", marks=pytest.mark.slow), "output_attentions"])
 def test_captured_outputs_of_transformers_are_part_of_the_step(what: str) -> None:
     def loss_fn(model: Any, ids: Tensor) -> Tensor:
         out = model(input_ids=ids, labels=ids, **{what: True})
