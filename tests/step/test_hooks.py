@@ -210,7 +210,7 @@ def test_evaluation_that_captures_outputs_does_not_stop_the_training() -> None:
         usual = training.step
 
         def step(i: int) -> Any:
-            if i in (2, 5):
+            if i == 2:
                 with torch.no_grad():
                     model.eval()(input_ids=tokens(i)[0], output_hidden_states=True)
                     model.train()
@@ -219,7 +219,7 @@ def test_evaluation_that_captures_outputs_does_not_stop_the_training() -> None:
         training.step = step
         return training
 
-    assert_equal_trainings(make, steps=7)
+    assert assert_equal_trainings(make).compiled[0]._replays == 4, "one new plan, for the hooks that are there now"
 
 
 def test_wav2vec2_trains_to_eagers_bits_with_hidden_states() -> None:
