@@ -178,7 +178,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_checkpointing_of_transformers_trains_to_eagers_bits(reentrant: bool) -> None:
     def make(compiled: bool) -> Training:
         model = gpt2()
@@ -189,7 +189,7 @@ def test_gradient_checkpointing_of_transformers_trains_to_eagers_bits(reentrant:
     assert_equal_trainings(make, steps=4)
 
 
-@pytest.mark.parametrize("what", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("what", [pytest.param("output_hidden_states", marks=pytest.mark.slow), "output_attentions"])
 def test_captured_outputs_of_transformers_are_part_of_the_step(what: str) -> None:
     def loss_fn(model: Any, ids: Tensor) -> Tensor:
         out = model(input_ids=ids, labels=ids, **{what: True})
@@ -210,7 +210,7 @@ def test_evaluation_that_captures_outputs_does_not_stop_the_training() -> None:
         usual = training.step
 
         def step(i: int) -> Any:
-            if i in (2, 5):
+            if i == 2:
                 with torch.no_grad():
                     model.eval()(input_ids=tokens(i)[0], output_hidden_states=True)
                     model.train()
@@ -219,7 +219,7 @@ def test_evaluation_that_captures_outputs_does_not_stop_the_training() -> None:
         training.step = step
         return training
 
-    assert_equal_trainings(make, steps=7)
+    assert assert_equal_trainings(make).compiled[0]._replays == 4, "one new plan, for the hooks that are there now"
 
 
 def test_wav2vec2_trains_to_eagers_bits_with_hidden_states() -> None:

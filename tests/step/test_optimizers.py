@@ -17,7 +17,7 @@ from train_twice import Training, assert_equal_trainings, batch, simple
 import takeback as tb
 from takeback.errors import CaptureError, OptionError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -236,13 +236,12 @@ def two(model: Any, first: Any = torch.optim.SGD, second: Any = torch.optim.Adam
 @pytest.mark.parametrize(
     ("kinds", "options"),
     [
-        ((torch.optim.SGD, torch.optim.AdamW), {}),
         ((torch.optim.Adam, torch.optim.AdamW), {"clip_norm": 0.1}),
         ((torch.optim.AdamW, torch.optim.SGD), {"update": "early"}),
-        ((torch.optim.RMSprop, torch.optim.AdamW), {}),
+        pytest.param((torch.optim.RMSprop, torch.optim.AdamW), {}, marks=pytest.mark.slow),
         ((torch.optim.AdamW, torch.optim.RMSprop), {"clip_norm": 0.1, "verify_every": 1}),
         ((torch.optim.SGD, torch.optim.AdamW), {"verify_every": 1}),
-        ((torch.optim.Adagrad, torch.optim.RMSprop), {}),
+        pytest.param((torch.optim.Adagrad, torch.optim.RMSprop), {}, marks=pytest.mark.slow),
     ],
     ids=lambda v: "-".join(k.__name__ for k in v) if isinstance(v, tuple) else "-".join(v) or "plain",
 )
