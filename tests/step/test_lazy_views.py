@@ -92,6 +92,36 @@ def test_layers_with_lazy_conjugates_give_eager_s_bits(kind: Callable[[], nn.Mod
     train_both(Case(kind, square, lambda i: (draw(i, 3, 6, 8),)), steps=4, memory=memory)
 
 
+class ComplexLinear(nn.Module):
+    """A product that takes conjugates as they are; the gradient of the weight is left conjugated by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.complex(draw(1, 8, 8), draw(2, 8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(torch.complex64) @ self.weight.conj().T).abs()
+
+
+def test_a_product_of_conjugates_gives_eager_s_bits_or_is_refused() -> None:
+    model, other = ComplexLinear(), ComplexLinear()
+    step = tb.compile_step(model, square, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for i in range(4):
+        x = draw(i, 6, 8)
+        try:
+            loss = step(x)
+        except tb.CaptureError as error:
+            assert "other bits" in str(error)  # noqa: PT017
+            return
+        optimizer.zero_grad()
+        expected = square(other, x)
+        expected.backward()
+        optimizer.step()
+        assert torch.equal(loss, expected.detach())
+        assert torch.equal(torch.view_as_real(model.weight.detach()), torch.view_as_real(other.weight.detach()))
+
+
 def test_what_is_conjugated_becomes_an_op_of_its_own() -> None:
     model = Correlation()
     step = tb.compile_step(model, square, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -223,6 +223,9 @@ def _run(
             detached = part.detach()
             total = detached if total is None else total + detached
             del loss, out, part, root, leaves
+        for p in subject.parameters:
+            if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
+                p.grad = p.grad.resolve_conj().resolve_neg()
     recorder.mark_end_of_backward()
     with recorder:
         if scaling is None:

@@ -85,26 +85,26 @@ def _map(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def needs_bytes(call: Call, hidden: Sequence[torch.Tensor]) -> bool:
     """Whether the call does not dispatch the same ops, or has no backward, without the bytes of `hidden`."""
-    first = _try(call, _Trial, hidden)
+    first = _try(call, _WithoutBytes, hidden)
     if first.forward is None:
         return True
     if first.forward == call.seen:
         # Some calls have no backward with bytes either.
-        return not first.has_backward and _try(call, _Trial, ()).has_backward
+        return not first.has_backward and _try(call, _WithoutBytes, ()).has_backward
     # torch takes another way for a tensor that is none of its own: once more, with plain tensors of other values.
     second = _try(call, _Decoys, hidden)
     return second.forward != call.seen or not second.has_backward
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _Tried:
     """The ops that a trial dispatched, None if it failed; and whether its backward ran."""
 
     forward: tuple[OpForm, ...] | None
     has_backward: bool = False
 
 
-def _try(call: Call, kind: type[_Trial], hidden: Sequence[torch.Tensor]) -> _Outcome:
+def _try(call: Call, kind: type[_WithoutBytes], hidden: Sequence[torch.Tensor]) -> _Tried:
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         trial = kind({t.untyped_storage()._cdata for t in tensors_in((call.args, call.kwargs))})
         unreadable = {id(t) for t in hidden}
@@ -120,7 +120,7 @@ def _try(call: Call, kind: type[_Trial], hidden: Sequence[torch.Tensor]) -> _Out
             try:
                 out = call.func(*args, **kwargs)
             except Exception:  # whatever it is: the call could not be made without these bytes
-                return _Outcome(None)
+                return _Tried(None)
             forward = tuple(trial.seen)
             roots = [t for t in tensors_in(out) if t.requires_grad]
             leaves = [t for t in made.values() if t.requires_grad]
@@ -128,8 +128,8 @@ def _try(call: Call, kind: type[_Trial], hidden: Sequence[torch.Tensor]) -> _Out
                 if roots and leaves:
                     torch.autograd.grad(roots, leaves, [torch.ones_like(t) for t in roots], allow_unused=True)
             except Exception:
-                return _Outcome(forward)
-    return _Outcome(forward, has_backward=True)
+                return _Tried(forward)
+    return _Tried(forward, has_backward=True)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ class _Unreadable(torch.Tensor):
         raise NotImplementedError("the mode of the trial is on, and comes first")
 
 
-class _Trial(TorchDispatchMode):
+class _WithoutBytes(TorchDispatchMode):
     """Runs ops on what the stand-ins stand for, and leaves out those that write one of the storages `borrowed`."""
 
     def __init__(self, borrowed: set[int]) -> None:
@@ -226,7 +226,7 @@ def _drawn_from(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Gene
     return [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices if d.index is not None)]
 
 
-class _Decoys(_Trial):
+class _Decoys(_WithoutBytes):
     """The same with stand-ins that have bytes, every element another one than that of the tensor they stand for."""
 
     def __init__(self, borrowed: set[int]) -> None:

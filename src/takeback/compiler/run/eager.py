@@ -27,7 +27,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]  #: what loss_fn is called with b
 
 
 @dataclass(frozen=True)
-class Made:
+class Gave:
     """What forward and backward gave, besides gradients."""
 
     loss: torch.Tensor  #: detached
@@ -58,7 +58,7 @@ class Recipe:
         """`forward_backward_`, of which the detached loss is returned."""
         return self.forward_backward_(batch, scaler).loss
 
-    def forward_backward_(self, batch: Batch, scaler: Scaler | None = None) -> Made:
+    def forward_backward_(self, batch: Batch, scaler: Scaler | None = None) -> Gave:
         """zero_grad, then forward and backward for each microbatch, whose loss `scaler` multiplies. Gradients are in
         `.grad`, neither unscaled nor clipped."""
         self.model.zero_grad(set_to_none=True)
@@ -76,7 +76,7 @@ class Recipe:
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         assert total is not None
-        return Made(total, parts[0] if count == 1 else tuple(parts), has_aux)
+        return Gave(total, parts[0] if count == 1 else tuple(parts), has_aux)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss alone, as `backward_` gives it."""

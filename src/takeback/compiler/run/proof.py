@@ -95,7 +95,7 @@ def checksum(tensor: torch.Tensor, *, one_nan: bool = False) -> int:
 
 
 def _bytes(tensor: torch.Tensor, one_nan: bool) -> torch.Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if one_nan and flat.is_floating_point() and bool(flat.isnan().any()):
         flat = torch.where(flat.isnan(), torch.nan, flat)
     return flat.view(torch.uint8)
