@@ -43,6 +43,7 @@ from takeback.compiler.run.proof import Bits, Every, Once, Proof
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
+from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError
@@ -122,7 +123,7 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
-        check_early(options, optimizer)
+        self._check_early()
         on_cpu = subjects.device_of(model).type == "cpu"
         self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
@@ -213,7 +214,7 @@ class CompiledStep:
             scaling=scaling,
         )
         self._news.note(key)
-        check_early(options, self._optimizer)
+        self._check_early()
         recorded = RecordedStep(
             subject,
             self._recipe,
@@ -232,6 +233,10 @@ class CompiledStep:
         )
         self.grad_norm = results.grad_norm
         return results.returned
+
+    def _check_early(self) -> None:
+        with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
+            check_early(self.options, self._optimizer)
 
     def _plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
         options, group = self.options, self._group
