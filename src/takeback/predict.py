@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.finish import OwnStep, check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, OwnStep, check_early, finish_program, why_own_steps
+from takeback.compiler.capture.leaks import disarm_
+from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.frontier import Frontier, build_frontier
 from takeback.compiler.explain.passes import PassRecord
@@ -33,6 +35,7 @@ from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.probe import probe_scratch
+from takeback.compiler.run.transaction import Transaction
 from takeback.errors import OptionError
 from takeback.options import Options, cache_dir, compiler, parse_bytes
 
@@ -221,6 +224,24 @@ def _trace(
     if subjects.device_of(model).type != "cpu":
         raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
     native = allocator.load(cache_dir(), compiler())
+    with Transaction() as tracing:  # for the modes and traps that Ctrl-C would leave behind
+        tracing.at_end(disarm_)
+        tracing.compute()
+        finished = _finished(model, loss_fn, optimizers, batch, kwargs, options)
+    program = finished.program
+    if native is not None:
+        program = probe_scratch(program, native, progress)
+    return _Traced(program, finished.kept, finished.own_steps, native is not None)
+
+
+def _finished(
+    model: torch.nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizers: Optimizers,
+    batch: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+) -> Finished:
     check_early(options, optimizers)
     own_steps = why_own_steps(optimizers)
     with FakeWorld() as world:
@@ -238,7 +259,7 @@ def _trace(
         for member, reason in zip(fake_optimizers.members, own_steps, strict=True):
             if reason is None:
                 world.fill_states(member, subject.parameters)
-        finished = finish_program(
+        return finish_program(
             got.program,
             fake_optimizers,
             subject.parameters,
@@ -247,10 +268,6 @@ def _trace(
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
         )
-    program = finished.program
-    if native is not None:
-        program = probe_scratch(program, native, progress)
-    return _Traced(program, finished.kept, finished.own_steps, native is not None)
 
 
 def largest_batch(

@@ -136,7 +136,7 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
-        check_early(options, optimizers)
+        self._check_early()
         on_cpu = subjects.device_of(model).type == "cpu"
         self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
@@ -264,7 +264,7 @@ class CompiledStep:
         subject = self._subject(leaves)
         self._derived = subject.derived
         self._news.note(key, changed)
-        check_early(options, self._optimizers)
+        self._check_early()
         recorded = RecordedStep(
             subject,
             self._recipe,
@@ -295,6 +295,10 @@ class CompiledStep:
             clip_norm=self.options.clip_norm,
             scaling=self._scaling,
         )
+
+    def _check_early(self) -> None:
+        with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
+            check_early(self.options, self._optimizers)
 
     def _plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
         options, group = self.options, self._group

@@ -27,8 +27,10 @@ import torch
 import torch.nn.functional as F
 from step_twins import Setup, Snapshot, assert_right, assert_same, eager_step, mlp, sgd, snapshot, xy
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
+from takeback.compiler.capture import leaks
 from takeback.compiler.program import Phase
 from takeback.compiler.run import allocator
 from takeback.errors import CaptureError
@@ -525,6 +527,73 @@ def test_ctrl_c_before_any_line_of_a_recording_leaves_the_state_of_a_complete_st
     assert 0 < sum(made) < len(made)
     course.compile()
     course.advance(3)
+
+
+def left_half_way(*args: Any) -> None:
+    """What Ctrl-C leaves when it strikes just before a mode is left."""
+    TorchDispatchMode().__enter__()
+    torch.set_grad_enabled(False)
+    press_ctrl_c()
+
+
+@pytest.mark.parametrize("when", ["compile", "record"])
+def test_ctrl_c_in_the_check_of_an_early_update_leaves_no_mode_behind(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course = Course(adamw, update="early", memory="keep")
+    monkeypatch.setattr("takeback.step.check_early", left_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        course.compile() if when == "compile" else course.take()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch.is_grad_enabled()
+    monkeypatch.undo()
+    course.advance(3)
+
+
+def test_ctrl_c_while_traps_are_taken_away_leaves_none_behind() -> None:
+    before = torch.manual_seed, torch.seed, torch.Tensor.__dlpack__
+    for key in ("armed", "popped"):
+        traps = leaks._traps()
+        traps.__enter__()
+        if key == "popped":
+            leaks._recording.clear()  # as if it had struck between the two halves of taking them away
+        leaks.disarm_()
+        assert not {"numpy", "tolist"} & vars(torch.Tensor).keys()
+        assert (torch.manual_seed, torch.seed, torch.Tensor.__dlpack__) == before
+        assert not leaks._recording
+        del traps
+
+
+def test_an_aborted_replay_draws_the_same_numbers_again() -> None:
+    pair = Pair()
+    pair.advance(4)
+    computing = [i for i, phase in run_positions(pair.step) if phase is not Phase.UPDATE]
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    executor, plain = set_trap(pair.step, computing[-1], fail)
+    with pytest.raises(MemoryError):
+        pair.step(*xy(9))
+    assert torch.equal(torch.get_rng_state(), before)
+    executor._cell.view, executor._generation = plain, -1
+    pair.advance(2)
+
+
+def test_an_aborted_recording_draws_the_same_numbers_again() -> None:
+    armed = types.MappingProxyType({"now": [True]})
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if armed["now"][0]:
+            armed["now"][0] = False
+            fail()
+        return loss
+
+    pair = Pair(loss_fn)
+    before = torch.get_rng_state()
+    with pytest.raises(MemoryError):
+        pair.step(*xy(9))
+    assert torch.equal(torch.get_rng_state(), before)
+    pair.advance(3)
 
 
 # -- plans, threads, other steps -----------------------------------------------------------------------------------

@@ -633,3 +633,14 @@ def test_steady_step_asks_malloc_for_the_loss_alone(optimizers: Optimizers) -> N
     assert report.allocations_per_step == 1
     assert "_amp_foreach_non_finite_check_and_unscale_" in str(pair.step._plans[0].original)
     assert any(e.op.startswith("reciprocal") for e in report.ledger) == (optimizers is not fused_adamw)
+
+
+def test_scale_that_ctrl_c_left_without_its_tracker_is_made_again() -> None:
+    model, scaler = normed(), odd_scaler()
+    step = tb.compile_step(model, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+    scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+    scaler._growth_tracker = None  # as if it had struck between the two
+    for i in range(3):
+        step(*rows(i))
+    assert scaler._get_growth_tracker() == 0
+    assert scaler.get_scale() == pytest.approx(30000 / 7 * 1.7)

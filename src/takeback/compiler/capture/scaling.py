@@ -78,7 +78,8 @@ class Scaling:
                     "scaler.update() was not. A compiled step scales, unscales, steps and updates the scale itself: "
                     "call none of these around it. To give up the step that was begun, call scaler.update()."
                 )
-        if self.scaler._scale is None:
+        # Ctrl-C may have struck between the two that it makes.
+        if self.scaler._scale is None or self.scaler._growth_tracker is None:
             self.scaler._lazy_init_scale_growth_tracker(self._device())
         return (self.scale_tensor.data_ptr(), self.in_kernel, self.own_step_reason())
 
