@@ -11,6 +11,7 @@ explain   the report accounts for every byte                                    
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
+from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.batch import take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
 from takeback.compiler.capture.modes import ambient
+from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
@@ -265,6 +268,7 @@ class CompiledStep:
         self._derived = subject.derived
         self._news.note(key, changed)
         self._check_early()
+        older, numbers = self._numbers_changed(key, leaves)
         recorded = RecordedStep(
             subject,
             self._recipe,
@@ -275,15 +279,37 @@ class CompiledStep:
             leave=self._native.off if self._native is not None else None,
             in_one_piece=self._home is Home.ARENA,
             revocable=options.has_target,  # the plan may turn out impossible when the step has been made
+            numbers=numbers,
         )
         results = recorded.run(
             batch,
-            then=lambda got: self._plans.add_(self._plan(key, subject, got, leaves)),
+            then=lambda got: self._plans.add_(self._plan(key, subject, self._bound(got, older, numbers), leaves)),
             keep_grads=options.keep_grads,
         )
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
+
+    def _numbers_changed(
+        self, key: Hashable, leaves: Sequence[torch.Tensor]
+    ) -> tuple[Plan | None, Sequence[NumberPlace]]:
+        """A plan that could be used but for numbers that the user has changed, and where they are."""
+        for plan in self._plans.under(key):
+            numbers = plan.watch.numbers_changed(leaves)
+            if numbers:
+                return plan, numbers
+        return None, ()
+
+    def _bound(self, got: Capture, older: Plan | None, numbers: Sequence[NumberPlace]) -> Capture:
+        """The recording with these numbers read anew in each step, where it only computes with them."""
+        if older is None or got.trace is None:
+            return got
+        program = bound(got.program, got.trace, older.original, [place.then for place in numbers])
+        if program is None:
+            return got
+        got.assumptions.leave_out_(numbers, got.trace.values)
+        self._plans.drop_(older)
+        return dataclasses.replace(got, program=program)
 
     def _subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
         return subjects.build(
@@ -328,6 +354,7 @@ class CompiledStep:
             names=tuple(subject.names[id(p)] for p in subject.parameters),
             step_s=planned.step_s,
             added_s=planned.added_s,
+            numbers=numbers_of(planned.layout.draft.program),
             aside=got.aside,
             held=got.held,
             notes=got.notes,
@@ -388,6 +415,8 @@ class CompiledStep:
 
     def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
         rehearse = plan.rehearsals < 2
+        for number in plan.numbers:
+            number.read_()
         replayed = ReplayedStep(
             plan.executor,
             self._optimizers,

@@ -141,6 +141,23 @@ class HyperScalar:
     text: str
 
 
+class Number(float):
+    """An operand that is read afresh in every step: `now` is what a replay uses, and `read_` brings it up to date. To
+    every pass it is the number it was when the step was recorded."""
+
+    now: float
+    _read: Callable[[], float]
+
+    @classmethod
+    def made(cls, value: float, read: Callable[[], float]) -> Number:
+        self = cls(value)
+        self.now, self._read = value, read
+        return self
+
+    def read_(self) -> None:
+        self.now = self._read()
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A line of the user's code."""

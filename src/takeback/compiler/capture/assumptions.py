@@ -25,7 +25,8 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,34 @@ def _is_opaque(kind: type) -> bool:
     return name.partition(".")[0] in _OPAQUE
 
 
+@dataclass(frozen=True)
+class NumberPlace:
+    """Where a number is that the step read."""
+
+    container: Any
+    key: Any
+    is_attribute: bool
+    then: float  #: what it was
+    path: str
+
+    def read(self) -> Any:
+        if self.is_attribute:
+            return _get(self.container, self.key)
+        return dict.get(self.container, self.key) if _is(self.container, dict) else self.container[self.key]
+
+    def write_(self, value: float) -> None:
+        if self.is_attribute:
+            setattr(self.container, self.key, value)
+        elif _is(self.container, dict):
+            dict.__setitem__(self.container, self.key, value)
+        else:
+            self.container[self.key] = value
+
+    @property
+    def place(self) -> Place:
+        return id(self.container), self.key
+
+
 class Assumptions:
     """Every Python value that a step reads, or can read, as it was when this was made."""
 
@@ -101,7 +130,7 @@ class Assumptions:
         self._sets: list[tuple[Any, frozenset[object], str]] = []
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
-        self._paths: dict[int, str] = {}  # of tensors
+        self._numbers: tuple[NumberPlace, ...] = ()  # read anew in each step
         self._extra: set[str] = set()  # names that attrgetters ask for
         self._ids: set[int] = set()
         self._functions: set[int] = set()  # code of functions that were looked into
@@ -194,7 +223,6 @@ class Assumptions:
             yield value.__repr__.__self__, path
         elif issubclass(kind, torch.Tensor):
             self.tensors.append(value)
-            self._paths[id(value)] = path
             yield from self._table(vars(value), path, self._reads(value))
         elif issubclass(kind, torch.Generator):
             self.generators.append(value)
@@ -437,8 +465,9 @@ class Assumptions:
             found |= {(id(container), None) for container, _, _ in table}
         return found
 
-    def change(self, within: set[Place] | None = None) -> str | None:
-        """None while everything is as it was; else what changed, from what to what. `within`: only these places."""
+    def change(self, within: set[Place] | None = None, but: Collection[Place] = ()) -> str | None:
+        """None while everything is as it was; else what changed, from what to what. `within`: only these places; `but`:
+        not these numbers."""
         if any(self._containers):
             for container, reads, path in self._empty:
                 for name in container if isinstance(container, dict) else range(len(container)):
@@ -451,6 +480,9 @@ class Assumptions:
         for mapping, order, path in self._orders:
             if tuple(dict.keys(mapping)) != order and (within is None or (id(mapping), None) in within):
                 return f"the entries of {path} are in another order"
+        for place in self._numbers:
+            if type(now := place.read()) is not float:
+                return _said(place.path, place.then, now)
         for value, kind, table, path in self._types:
             if type(value) is not kind:
                 return f"{path} was a {kind.__qualname__} and is now a {type(value).__qualname__}"
@@ -459,18 +491,18 @@ class Assumptions:
         get = dict.get  # whatever a subclass makes of it
         for container, key, value, path in self._items:
             now = get(container, key, _MISSING)
-            if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
+            if now is not value and not _equal(now, value) and _counts((id(container), key), within, but):
                 return _said(path, value, now)
         for container, key, value, path in self._indexed:
             try:
                 now = container[key]
             except (IndexError, KeyError):
                 now = _MISSING
-            if now is not value and not _equal(now, value) and (within is None or (id(container), key) in within):
+            if now is not value and not _equal(now, value) and _counts((id(container), key), within, but):
                 return _said(path, value, now)
         for container, name, value, path in self._attributes:
             now = _get(container, name)
-            if now is not value and not _equal(now, value) and (within is None or (id(container), name) in within):
+            if now is not value and not _equal(now, value) and _counts((id(container), name), within, but):
                 return _said(path, value, now)
         for table, keys, reads, path in self._tables:
             if table.keys() != keys:
@@ -488,6 +520,29 @@ class Assumptions:
             if then != members and (within is None or (id(members), None) in within):
                 return f"{path} has other members"
         return None
+
+    def numbers_changed(self) -> tuple[NumberPlace, ...]:
+        """The places of numbers that are others now, if they can be written and nothing else has changed."""
+        found = []
+        for is_attribute, places in ((False, self._items), (False, self._indexed), (True, self._attributes)):
+            for container, key, value, path in places:
+                place = NumberPlace(container, key, is_attribute, value, path) if type(value) is float else None
+                if place is not None and type(now := place.read()) is float and not _equal(now, value):
+                    found.append(place)
+        unique = {place.place: place for place in found}
+        if any(_is(p.container, tuple | types.MappingProxyType) for p in unique.values()):
+            return ()
+        if not unique or self.change(but=set(unique)) is not None:
+            return ()
+        return (*self._numbers, *unique.values())
+
+    def leave_out_(self, places: Sequence[NumberPlace], values: Sequence[float]) -> None:
+        """These, which had such values, are read anew in each step: they must be numbers, whichever."""
+        self._numbers = tuple(replace(place, then=value) for place, value in zip(places, values, strict=True))
+        out = {place.place for place in places}
+        self._items = [p for p in self._items if (id(p[0]), p[1]) not in out]
+        self._indexed = [p for p in self._indexed if (id(p[0]), p[1]) not in out]
+        self._attributes = [p for p in self._attributes if (id(p[0]), p[1]) not in out]
 
     def drawn(self, within: set[Place]) -> str | None:
         """Something that gives another value each time it is asked, and was asked since; a replay would not ask."""
@@ -649,6 +704,10 @@ def _equal(now: Any, then: Any) -> bool:
         return bool(now == then)
     # A bound method is made anew each time it is asked for.
     return _is(now, types.MethodType | types.BuiltinMethodType) and now == then
+
+
+def _counts(place: Place, within: set[Place] | None, but: Collection[Place]) -> bool:
+    return (within is None or place in within) and place not in but
 
 
 def _said(path: str, then: object, now: object) -> str:

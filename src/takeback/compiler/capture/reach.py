@@ -31,10 +31,10 @@ def modules_beside(model: torch.nn.Module, loss_fn: Callable[..., Any]) -> dict[
     pending.extend((value, name) for m in model.modules() for value, name in _plain_attributes(m))
     while pending and len(seen) < _MOST:
         value, name = pending.popleft()
-        if id(value) in seen or isinstance(value, str | bytes | int | float | torch.Tensor | None):
+        if id(value) in seen or _is(value, str | bytes | int | float | torch.Tensor | types.NoneType):
             continue
         seen.add(id(value))
-        if isinstance(value, torch.nn.Module):
+        if _is(value, torch.nn.Module):
             found[name if name not in found else f"{name} ({len(found)})"] = value
             pending.extend((child, f"{name}.{key}") for key, child in value.named_children())
         pending.extend(_inside(value, name))
@@ -49,26 +49,26 @@ def _plain_attributes(module: torch.nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def _inside(value: Any, name: str) -> Iterator[tuple[Any, str]]:
-    if isinstance(value, torch.nn.Module):
+    if _is(value, torch.nn.Module):
         yield from _plain_attributes(value)
-    elif isinstance(value, dict):
+    elif _is(value, dict):
         yield from ((item, str(key)) for key, item in list(dict.items(value)))  # a lazy one would import everything
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+    elif _is(value, list | tuple | set | frozenset | collections.deque):
         yield from ((item, f"{name}[{i}]") for i, item in enumerate(value))
-    elif isinstance(value, functools.partial):
+    elif _is(value, functools.partial):
         yield from ((value.func, name), (value.args, name), (value.keywords, name))
-    elif isinstance(value, types.MethodType):
+    elif _is(value, types.MethodType):
         yield from ((value.__self__, name), (value.__func__, name))
-    elif isinstance(value, types.FunctionType):
+    elif _is(value, types.FunctionType):
         if not _is_closed(value.__module__):
             yield from _function(value)
-    elif isinstance(value, type):
+    elif _is(value, type):
         if not _is_installed(value.__module__):
             yield from ((item, key) for key, item in vars(value).items())
-    elif isinstance(value, property | staticmethod | classmethod):
-        yield (value.fget if isinstance(value, property) else value.__func__), name
-    elif not isinstance(value, types.ModuleType | torch.optim.Optimizer) and not _is_closed(type(value).__module__):
-        yield from ((item, key) for key, item in getattr(value, "__dict__", {}).items())
+    elif _is(value, property | staticmethod | classmethod):
+        yield (value.fget if _is(value, property) else value.__func__), name
+    elif not _is(value, types.ModuleType | torch.optim.Optimizer) and not _is_closed(type(value).__module__):
+        yield from ((item, key) for key, item in _attributes(value).items())
         yield type(value), name
 
 
@@ -85,10 +85,23 @@ def _function(function: types.FunctionType) -> Iterator[tuple[Any, str]]:
     names = _names(function.__code__)
     for name in sorted(names):
         item = function.__globals__.get(name)
-        if isinstance(item, types.ModuleType) and not _is_installed(item.__name__):
+        if _is(item, types.ModuleType) and not _is_installed(item.__name__):
             yield from ((getattr(item, inner), inner) for inner in sorted(names & vars(item).keys()))
         elif item is not None:
             yield item, name
+
+
+def _is(value: object, kinds: Any) -> bool:
+    """isinstance() without asking the object, which may answer with an exception."""
+    return issubclass(type(value), kinds)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.aside import Aside
-from takeback.compiler.capture.assumptions import Assumptions, Place
+from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
+from takeback.compiler.capture.numbers import Trace, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
@@ -52,6 +53,7 @@ class Capture:
     aux_form: Any  #: the same with an `AuxSlot` for every tensor
     has_aux: bool
     grad_norm: torch.Tensor | None
+    trace: Trace | None = field(default=None, kw_only=True)  #: of numbers that the step only computed with
     rewind_: Callable[[], None]  #: takes back what the step wrote and drew, as often as it is called
     statistics: tuple[torch.Tensor, ...]  #: what the forward and backward wrote of the user's
     aside: Aside = field(default_factory=Aside)
@@ -70,9 +72,10 @@ def capture(
     recording: Recordings | None = None,
     real: bool = True,
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
+    numbers: Sequence[NumberPlace] = (),
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
-    what takes back all that the step writes, before it writes anything."""
+    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them."""
     first = _look(subject, args, kwargs)
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
@@ -81,6 +84,13 @@ def capture(
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
         try:
+            if numbers:
+                with contextlib.suppress(
+                    Exception
+                ):  # what a step does not take of a traced number, it takes of a plain one
+                    return _attempt(subject, args, kwargs, first, recording, real, on_abort, numbers)
+                for generator, state in states:
+                    generator.set_state(state)
             return _attempt(subject, args, kwargs, first, recording, real, on_abort)
         except _KeptState as kept:
             for generator, state in states:
@@ -137,6 +147,7 @@ def _attempt(
     recording: Recordings | None,
     real: bool,
     on_abort: Callable[[Callable[[], None]], None],
+    numbers: Sequence[NumberPlace] = (),
 ) -> Capture:
     onlooker = Onlooker(before.objects)
     on_abort(onlooker.stop_)
@@ -161,7 +172,8 @@ def _attempt(
         on_abort(recorder.rewind_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
-            with tripwires(own), torch.enable_grad(), onlooker, reads:
+            with tripwires(own), torch.enable_grad(), onlooker, reads, traced(numbers) as trace:
+                on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
             recorder.rewind_()
@@ -170,7 +182,9 @@ def _attempt(
                 p.grad = None
             raise
     look = functools.partial(_look, subject, args, kwargs, onlooker.seen)
-    return _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
+    got = _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
+    hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
+    return got if hidden else replace(got, trace=trace)
 
 
 def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from takeback.compiler.capture.assumptions import Assumptions
+from takeback.compiler.capture.assumptions import Assumptions, NumberPlace
 from takeback.compiler.capture.hooks import GLOBAL_HOOKS
 from takeback.compiler.capture.subject import Subject
 
@@ -26,8 +26,15 @@ class Watch:
         self._pinned = [(i, t) for i, t in enumerate(leaves) if id(t) in reachable]
         self._hooked = [t for t in watched.values() if t.requires_grad and t.is_leaf]
 
+    def numbers_changed(self, leaves: Sequence[torch.Tensor]) -> tuple[NumberPlace, ...]:
+        """The numbers that are others now, if nothing else has changed that the plan assumes."""
+        return self._assumptions.numbers_changed() if self._tensors_change(leaves) is None else ()
+
     def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         """None while the plan may be used; else what is different."""
+        return self._tensors_change(leaves) or self._assumptions.change()
+
+    def _tensors_change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         for kind in GLOBAL_HOOKS:
             if getattr(torch.nn.modules.module, kind):
                 return "there is a global module hook"
@@ -44,4 +51,4 @@ class Watch:
         for tensor in self._hooked:
             if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
                 return "a parameter got a hook"
-        return self._assumptions.change()
+        return None

@@ -18,7 +18,7 @@ import torch
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload, reads_storage
 from takeback.compiler.ownership.kinds import Kind, may_vary
-from takeback.compiler.program import Argument, HyperScalar, Op, Phase, Region, Role, Special
+from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Role, Special
 from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
@@ -269,6 +269,8 @@ class Emitter:
             return self.names.region(arg)
         if isinstance(arg, HyperScalar):
             return f"S[{arg.index}]"
+        if isinstance(arg, Number):
+            return f"{self.names.constant(arg)}.now"
         if isinstance(arg, tuple):
             members = tuple(self.argument(a) for a in arg)
             if members and all(m.startswith("t") for m in members):  # names of tensors that are built beforehand

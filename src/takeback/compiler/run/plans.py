@@ -18,7 +18,7 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
-from takeback.compiler.program import Op, Program
+from takeback.compiler.program import Number, Op, Program
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
 from takeback.errors import CaptureError
@@ -45,6 +45,7 @@ class Plan:
     rehearsals: int = 0
     replays: int = 0
     right_at: int = 0  #: the replay that was last compared with eager
+    numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
 
     @property

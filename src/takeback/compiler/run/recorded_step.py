@@ -4,9 +4,10 @@ the user's objects change, then a plan is made of the recording. All of it is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
@@ -36,6 +37,8 @@ class RecordedStep:
     in_one_piece: bool  #: a bucket of gradients is one flat tensor, as in the plan's arena
     revocable: bool
 
+    numbers: Sequence[NumberPlace] = ()  #: to be traced
+
     def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
         """What eager gave. `then` is called after the commit: if it raises, the step is
         taken back where it is revocable, and stays where it is not."""
@@ -50,7 +53,7 @@ class RecordedStep:
             if self.leave is not None:
                 step.at_end(self.leave)
             step.compute()
-            got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort)
+            got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort, numbers=self.numbers)
             step.on_abort(got.rewind_)
             prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
             norm = got.grad_norm

@@ -1,0 +1,201 @@
+"""Numbers that the user changes between steps (a temperature, the weight of a term) become numbers that a plan reads
+anew in each step, where the step only computes with them.
+
+In: the places of numbers that changed since a plan was recorded. While the step is recorded again, a `Traced` number
+stands in each: it knows what was computed from it, and whether Python asked for its value (`if beta > 0.5`). Out: the
+program with a `Number` wherever an operand differs from the older recording by just that. Anything else, and the number
+stays an assumption.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
+from takeback.compiler.program import Argument, Number, Op, Phase, Program, Special
+
+Formula = Callable[[Sequence[float]], float]
+
+#: Ops whose kernels and derivatives do the same whatever the number is: it is an operand and decides nothing.
+_OPERAND_OF = frozenset(
+    (
+        *("mul", "mul_", "add", "add_", "sub", "sub_", "rsub", "div", "div_", "lerp", "lerp_", "addcmul", "addcmul_"),
+        *("addcdiv", "addcdiv_", "masked_fill", "masked_fill_", "fill", "fill_", "where", "clamp", "clamp_min"),
+        *("clamp_max", "gt", "ge", "lt", "le", "eq", "ne"),
+    )
+)
+#: Code that mentions these may look at a number where it cannot tell.
+_LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
+
+
+@dataclass
+class Trace:
+    """What became of the numbers in one recording."""
+
+    places: tuple[NumberPlace, ...]
+    values: tuple[float, ...]
+    formulas: list[Formula] = field(default_factory=list)
+    asked: bool = False  #: Python has looked at the value of one
+
+
+class Traced(float):
+    """A number that is a function of the places' values. Arithmetic with other numbers gives another one; whatever else
+    is asked of it shows its value, and is noted."""
+
+    _trace: Trace
+    _formula: Formula
+
+    @classmethod
+    def made(cls, value: float, formula: Formula, trace: Trace) -> Traced:
+        self = cls(value)
+        self._trace, self._formula = trace, formula
+        trace.formulas.append(formula)
+        return self
+
+
+def _arithmetic(name: str) -> Callable[[Traced, Any], Any]:
+    plain = getattr(float, name)
+
+    def method(self: Traced, other: Any) -> Any:
+        if type(other) not in (int, float, bool, Traced):
+            return NotImplemented
+        value = plain(self, other)
+        if value is NotImplemented or type(value) is not float:
+            return value
+        mine = self._formula
+        theirs: Formula = other._formula if isinstance(other, Traced) else (lambda values: other)
+        return Traced.made(value, lambda values: plain(float(mine(values)), theirs(values)), self._trace)
+
+    return method
+
+
+def _negated(self: Traced) -> Traced:
+    mine = self._formula
+    return Traced.made(-float.__pos__(self), lambda values: -mine(values), self._trace)
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    plain = getattr(float, name)
+
+    def method(self: Traced, *args: Any) -> Any:
+        if origin_of_file(sys._getframe(1).f_code.co_filename) != "takeback":  # who looks on does not count
+            self._trace.asked = True
+        return plain(self, *args)
+
+    return method
+
+
+_BINARY = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
+for _name in _BINARY:
+    setattr(Traced, _name, _arithmetic(_name))
+Traced.__neg__ = _negated  # type: ignore[method-assign, assignment]
+for _name in (
+    *("__bool__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__int__", "__trunc__"),
+    *("__floor__", "__ceil__", "__round__", "__repr__", "__str__", "__format__", "__floordiv__", "__rfloordiv__"),
+    *("__mod__", "__rmod__", "__divmod__", "__rdivmod__", "__pow__", "__rpow__", "__abs__", "is_integer", "hex"),
+    *("as_integer_ratio", "__float__", "conjugate", "__pos__"),
+):
+    if hasattr(float, _name):
+        setattr(Traced, _name, _telling(_name))
+
+
+@contextlib.contextmanager
+def traced(places: Sequence[NumberPlace]) -> Iterator[Trace]:
+    """Puts traced numbers in these places, and takes them away again."""
+    trace = Trace(tuple(places), tuple(place.read() for place in places))
+    try:
+        for i, (place, value) in enumerate(zip(trace.places, trace.values, strict=True)):
+            place.write_(Traced.made(value, _chosen(i), trace))
+        yield trace
+    finally:
+        put_back_(trace)
+
+
+def put_back_(trace: Trace) -> None:
+    for place, value in zip(trace.places, trace.values, strict=True):
+        place.write_(value)
+
+
+def _chosen(index: int) -> Formula:
+    return lambda values: values[index]
+
+
+def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
+    """Whether code ran that mentions one of these and could have looked at it unseen."""
+    names = {place.key for place in places}
+    return any(not _LOOKS.isdisjoint(told := mentioned(code)) and names & told for code, _ in seen.users_code())
+
+
+def bound(now: Program, trace: Trace, before: Program, then: Sequence[float]) -> Program | None:
+    """The program with a `Number` wherever an operand is what a formula gives now, and was what it gave `then` in the
+    program recorded before; None where anything else differs."""
+    old_ops = [op for op in before.ops if op.phase is not Phase.UPDATE]
+    if trace.asked or len(old_ops) != len(now.ops) or not _same_constants(now, before):
+        return None
+    formulas = {(f(trace.values).hex(), f(then).hex()): f for f in trace.formulas}
+    read = tuple(place.read for place in trace.places)
+    ops = []
+    for old, new in zip(old_ops, now.ops, strict=True):
+        op = _bound(new, old, formulas, read)
+        if op is None:
+            return None
+        ops.append(op)
+    return replace(now, ops=tuple(ops))
+
+
+def _bound(
+    new: Op, old: Op, formulas: Mapping[tuple[str, str], Formula], read: Sequence[Callable[[], float]]
+) -> Op | None:
+    if new.target is not old.target or new.expected != old.expected or new.kwargs.keys() != old.kwargs.keys():
+        return None
+    if new.args == old.args and new.kwargs == old.kwargs and not any(isinstance(a, Number) for a in _given(old)):
+        return new
+    if isinstance(new.target, Special) or new.target.overloadpacket.__name__ not in _OPERAND_OF:
+        return None
+    found: list[bool] = []
+
+    def operand(is_now: Argument, was: Argument) -> Argument:
+        if type(is_now) is not float or not isinstance(was, float):
+            found.append(is_now == was)
+            return is_now
+        formula = formulas.get((is_now.hex(), float.hex(was)))
+        found.append(formula is not None or (is_now.hex() == float.hex(was) and not isinstance(was, Number)))
+        return is_now if formula is None else Number.made(is_now, lambda: float(formula([r() for r in read])))
+
+    args = tuple(operand(a, b) for a, b in zip(new.args, old.args, strict=False))
+    kwargs = {name: operand(value, old.kwargs[name]) for name, value in new.kwargs.items()}
+    if len(new.args) != len(old.args) or not all(found):
+        return None
+    return replace(new, args=args, kwargs=kwargs)
+
+
+def _given(op: Op) -> tuple[Argument, ...]:
+    return (*op.args, *op.kwargs.values())
+
+
+def _same_constants(now: Program, before: Program) -> bool:
+    """Tensors that the step makes of Python's numbers are not operands."""
+    for b, tensor in now.externals.items():
+        other = before.externals.get(b)
+        if other is None or (
+            other is not tensor and other.data_ptr() != tensor.data_ptr() and not _equal(other, tensor)
+        ):
+            return False
+    return True
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= 4096 and bool(torch.equal(a, b))
+
+
+def numbers_of(program: Program) -> tuple[Number, ...]:
+    """The numbers that a replay has to read."""
+    found = (a for op in program.ops for a in _given(op) if isinstance(a, Number))
+    return tuple({id(n): n for n in found}.values())
