@@ -232,10 +232,10 @@ def test_a_trainer_whose_counters_tick_has_one_plan() -> None:
 def test_a_value_that_changes_in_every_step_is_named_in_the_warning() -> None:
     trainer = Trainer()
     for i in range(3):
-        trainer.config.temperature = 3.0 + i
+        trainer.config.temperature = 3 + i
         trainer.step(torch.ones(3, 4))
-    trainer.config.temperature = 6.0
-    with pytest.warns(RuntimeWarning, match=r"loss_fn\.self\.config\.temperature: 5\.0 is now 6\.0"):
+    trainer.config.temperature = 6
+    with pytest.warns(RuntimeWarning, match=r"loss_fn\.self\.config\.temperature: 5 is now 6"):
         trainer.step(torch.ones(3, 4))
 
 

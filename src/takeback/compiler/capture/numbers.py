@@ -1,7 +1,7 @@
 """Numbers that the user changes between steps (a temperature, the weight of a term) become numbers that a plan reads
 anew in each step, where the step only computes with them.
 
-In: the places of numbers that changed since a plan was recorded. While the step is recorded again, a `Traced` number
+In: the places of numbers that changed since a plan was recorded. While the step is recorded again, a `TracedNumber` number
 stands in each: it knows what was computed from it, and whether Python asked for its value (`if beta > 0.5`). Out: the
 program with a `Number` wherever an operand differs from the older recording by just that. Anything else, and the number
 stays an assumption.
@@ -45,7 +45,7 @@ class Trace:
     asked: bool = False  #: Python has looked at the value of one
 
 
-class Traced(float):
+class TracedNumber(float):
     """A number that is a function of the places' values. Arithmetic with other numbers gives another one; whatever else
     is asked of it shows its value, and is noted."""
 
@@ -53,38 +53,38 @@ class Traced(float):
     _formula: Formula
 
     @classmethod
-    def made(cls, value: float, formula: Formula, trace: Trace) -> Traced:
+    def made(cls, value: float, formula: Formula, trace: Trace) -> TracedNumber:
         self = cls(value)
         self._trace, self._formula = trace, formula
         trace.formulas.append(formula)
         return self
 
 
-def _arithmetic(name: str) -> Callable[[Traced, Any], Any]:
+def _arithmetic(name: str) -> Callable[[TracedNumber, Any], Any]:
     plain = getattr(float, name)
 
-    def method(self: Traced, other: Any) -> Any:
-        if type(other) not in (int, float, bool, Traced):
+    def method(self: TracedNumber, other: Any) -> Any:
+        if type(other) not in (int, float, bool, TracedNumber):
             return NotImplemented
         value = plain(self, other)
         if value is NotImplemented or type(value) is not float:
             return value
         mine = self._formula
-        theirs: Formula = other._formula if isinstance(other, Traced) else (lambda values: other)
-        return Traced.made(value, lambda values: plain(float(mine(values)), theirs(values)), self._trace)
+        theirs: Formula = other._formula if isinstance(other, TracedNumber) else (lambda values: other)
+        return TracedNumber.made(value, lambda values: plain(float(mine(values)), theirs(values)), self._trace)
 
     return method
 
 
-def _negated(self: Traced) -> Traced:
+def _negated(self: TracedNumber) -> TracedNumber:
     mine = self._formula
-    return Traced.made(-float.__pos__(self), lambda values: -mine(values), self._trace)
+    return TracedNumber.made(-float.__pos__(self), lambda values: -mine(values), self._trace)
 
 
 def _telling(name: str) -> Callable[..., Any]:
     plain = getattr(float, name)
 
-    def method(self: Traced, *args: Any) -> Any:
+    def method(self: TracedNumber, *args: Any) -> Any:
         if origin_of_file(sys._getframe(1).f_code.co_filename) != "takeback":  # who looks on does not count
             self._trace.asked = True
         return plain(self, *args)
@@ -94,8 +94,8 @@ def _telling(name: str) -> Callable[..., Any]:
 
 _BINARY = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__")
 for _name in _BINARY:
-    setattr(Traced, _name, _arithmetic(_name))
-Traced.__neg__ = _negated  # type: ignore[method-assign, assignment]
+    setattr(TracedNumber, _name, _arithmetic(_name))
+TracedNumber.__neg__ = _negated  # type: ignore[method-assign, assignment]
 for _name in (
     *("__bool__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__int__", "__trunc__"),
     *("__floor__", "__ceil__", "__round__", "__repr__", "__str__", "__format__", "__floordiv__", "__rfloordiv__"),
@@ -103,7 +103,7 @@ for _name in (
     *("as_integer_ratio", "__float__", "conjugate", "__pos__"),
 ):
     if hasattr(float, _name):
-        setattr(Traced, _name, _telling(_name))
+        setattr(TracedNumber, _name, _telling(_name))
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ def traced(places: Sequence[NumberPlace]) -> Iterator[Trace]:
     trace = Trace(tuple(places), tuple(place.read() for place in places))
     try:
         for i, (place, value) in enumerate(zip(trace.places, trace.values, strict=True)):
-            place.write_(Traced.made(value, _chosen(i), trace))
+            place.write_(TracedNumber.made(value, _chosen(i), trace))
         yield trace
     finally:
         put_back_(trace)

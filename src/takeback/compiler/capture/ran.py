@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -178,11 +179,18 @@ class Onlooker:
         codes = self.seen.codes
         other = self._previous if callable(self._previous) else None  # somebody looks on already: he goes on
 
+        collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
+        elsewhere: list[FrameType] = []  # what Python calls by itself whenever it likes, and all inside of that
+
         def note(frame: FrameType, event: str, arg: object) -> None:
             if event == "call":
                 code = frame.f_code
-                if id(code) not in codes:
+                if code.co_name == "__del__" or id(code) in collecting:
+                    elsewhere.append(frame)
+                if not elsewhere and id(code) not in codes:
                     codes[id(code)] = (code, frame.f_globals)
+            elif event == "return" and elsewhere and elsewhere[-1] is frame:
+                elsewhere.pop()
             if other is not None:
                 other(frame, event, arg)
 

@@ -84,7 +84,7 @@ def _function(function: types.FunctionType) -> Iterator[tuple[Any, str]]:
         return
     names = _names(function.__code__)
     for name in sorted(names):
-        item = function.__globals__.get(name)
+        item: Any = function.__globals__.get(name)
         if _is(item, types.ModuleType) and not _is_installed(item.__name__):
             yield from ((getattr(item, inner), inner) for inner in sorted(names & vars(item).keys()))
         elif item is not None:

@@ -89,7 +89,7 @@ class Unplanned:
             warnings.warn(
                 f"this step is not planned and runs plainly in eager (unplanned='eager'): {reason}",
                 RuntimeWarning,
-                stacklevel=4,  # refused_, _call, __call__, and the line that calls the step
+                stacklevel=6,  # refused_, _call, _in_turn, the turn, __call__, and the line that calls the step
             )
         return reason
 
