@@ -100,8 +100,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: the same tensor twice in a batch is taken for two",
         "compiler/capture/batch.py",
-        "return (tensor_key(node), again)",
-        "return (tensor_key(node), None)",
+        "return (tensor_key(node), again, _walk",
+        "return (tensor_key(node), None, _walk",
         ("tests/step/test_guards.py::test_one_tensor_given_twice_and_then_two_tensors_is_right",),
     ),
     PlantedFault(
@@ -121,9 +121,51 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: a set is compared by its size",
         "compiler/capture/assumptions.py",
-        "if members != container:",
-        "if len(members) != len(container):",
+        "if then != members and",
+        "if len(then) != len(members) and",
         ("tests/capture/test_batch.py::test_exchanged_member_of_a_set_is_seen",),
+    ),
+    PlantedFault(
+        "capture: an attribute that comes later is not noticed",
+        "compiler/capture/assumptions.py",
+        "for name in table.keys() - keys:",
+        "for name in ():",
+        ("tests/step/test_changes.py::test_change_takes_effect[attribute comes]",),
+    ),
+    PlantedFault(
+        "capture: what is read of an object is not noted",
+        "compiler/capture/ran.py",
+        "            known.add(name)\n",
+        "",
+        ("tests/step/test_changes.py::test_change_takes_effect[attribute of an object]",),
+    ),
+    PlantedFault(
+        "capture: a function may get other code",
+        "compiler/capture/assumptions.py",
+        '        self._attributes.append((function, "__code__", code, f"the code of {path}"))\n',
+        "",
+        ("tests/step/test_changes.py::test_change_takes_effect[function's code replaced]",),
+    ),
+    PlantedFault(
+        "capture: hooks on saved tensors are not part of a plan's key",
+        "compiler/capture/modes.py",
+        "tuple(_Same(h) for h in _saved_tensors_hooks()),",
+        "(),",
+        ("tests/step/test_changes.py::test_change_takes_effect[saved tensors hooks come]",),
+    ),
+    PlantedFault(
+        "capture: a number that decides is taken for an operand",
+        "compiler/capture/numbers.py",
+        "            self._trace.asked = True\n",
+        "            pass\n",
+        ("tests/step/test_numbers.py::test_number_that_decides_is_recorded_anew",),
+    ),
+    PlantedFault(
+        "verify: a replay whose loss is not that of eager's forward is fine",
+        "compiler/run/verify.py",
+        "                raise ForwardDiffers\n",
+        "                return\n",
+        ("tests/run/test_sampling.py::test_stale_plan_is_found_named_taken_back_and_recorded_anew",),
     ),
     PlantedFault(
         "capture: .numpy() leaves the step unseen",
@@ -552,8 +594,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "verify: the random state is not taken back",
         "compiler/run/verify.py",
-        "            generator.set_state(state)\n",
-        "            generator.get_state()\n",
+        "copy_(before)\n        for generator, state in states:\n            generator.set_state(state)\n",
+        "copy_(before)\n        for generator, state in states:\n            generator.get_state()\n",
         ("tests/step/test_guards.py::test_lazily_built_parameter_free_module_cache_with_dropout_draws_eagers_numbers",),
     ),
     PlantedFault(

@@ -1,8 +1,8 @@
 """Numbers that the user changes between steps (a temperature, the weight of a term) become numbers that a plan reads
 anew in each step, where the step only computes with them.
 
-In: the places of numbers that changed since a plan was recorded. While the step is recorded again, a `TracedNumber` number
-stands in each: it knows what was computed from it, and whether Python asked for its value (`if beta > 0.5`). Out: the
+In: the places of numbers that changed since a plan was recorded. While the step is recorded again, a `TracedNumber`
+stands there: it knows what was computed from it, and whether Python asked for its value (`if beta > 0.5`). Out: the
 program with a `Number` wherever an operand differs from the older recording by just that. Anything else, and the number
 stays an assumption.
 """
