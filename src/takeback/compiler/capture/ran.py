@@ -123,14 +123,15 @@ class Seen:
 EVERYTHING = "*"  #: stands among the names that were read where the user's code has taken a whole `__dict__`
 
 
-def _spied(kind: type, reads: dict[int, set[str]], thread: int) -> Callable[[Any, str], Any]:
-    """`__getattribute__` of a class, which notes what is asked of the objects that are watched."""
+def _spied(kind: type, reads: dict[int, set[str]], others: frozenset[int]) -> Callable[[Any, str], Any]:
+    """`__getattribute__` of a class, which notes what is asked of the objects that are watched. `others`: threads that
+    do not count; autograd's, which run a backward on a GPU, do."""
     original: Any = kind.__getattribute__
     get_ident = threading.get_ident
 
     def __getattribute__(self: Any, name: str) -> Any:
         known = reads.get(id(self))
-        if known is not None and get_ident() == thread:
+        if known is not None and get_ident() not in others:
             known.add(name)
             if name == "__dict__" and origin_of_file(sys._getframe(1).f_code.co_filename) == "user":
                 known.add(EVERYTHING)
@@ -162,13 +163,24 @@ class Onlooker:
         self._changed: list[tuple[type, object]] = []
         self._previous: Any = None
         self._looking = False
+        self._thread = 0
+
+    def note_stack(self) -> None:
+        """Called by whatever runs on a thread of autograd's, which no profile function sees: what led there has run."""
+        if threading.get_ident() == self._thread:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            self.seen.codes.setdefault(id(frame.f_code), (frame.f_code, frame.f_globals))
+            frame = frame.f_back
 
     def __enter__(self) -> Onlooker:
         _classes.acquire()
         self._looking = True
         self._previous = sys.getprofile()
-        thread = threading.get_ident()
-        spies = [(kind, _spied(kind, self.seen.reads, thread)) for kind in self._kinds]
+        self._thread = threading.get_ident()
+        others = frozenset(t.ident for t in threading.enumerate() if t.ident not in (None, self._thread))
+        spies = [(kind, _spied(kind, self.seen.reads, others)) for kind in self._kinds]  # type: ignore[arg-type]
         for kind, spy in spies:
             self._changed.append((kind, vars(kind).get("__getattribute__")))
             try:

@@ -168,6 +168,7 @@ def _attempt(
             generators=before.generators if real else (),
             held=functools.partial(_held_by, subject.model),
             own=own,
+            note_stack=onlooker.note_stack,
         )
         on_abort(recorder.rewind_)
         try:

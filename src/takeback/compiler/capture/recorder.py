@@ -51,8 +51,10 @@ class Recorder(TorchDispatchMode):
         generators: Sequence[torch.Generator] = (),
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
         own: OwnThread | None = None,
+        note_stack: Callable[[], None] = lambda: None,
     ) -> None:
-        """`held()`: the tensors that the model's attributes hold just now."""
+        """`held()`: the tensors that the model's attributes hold just now. `note_stack` is called where an op runs on a
+        thread that no profile function sees."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
@@ -61,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self._undo = Undo(self.table, held, self._sites.at)
         self._log = log
         self._real = real
+        self._note_stack = note_stack
         # Fake ops draw no numbers.
         self._random = RandomTrail(generators, self.table.device, own) if real else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
@@ -75,6 +78,8 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         onlooker = sys.getprofile()
+        if onlooker is None:
+            self._note_stack()
         quiet = onlooker is not None and func.namespace == "aten"  # an op of the user's may run Python of its own
         if quiet:
             sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
