@@ -180,7 +180,7 @@ class Onlooker:
         self._previous = sys.getprofile()
         self._thread = threading.get_ident()
         others = frozenset(t.ident for t in threading.enumerate() if t.ident not in (None, self._thread))
-        spies = [(kind, _spied(kind, self.seen.reads, others)) for kind in self._kinds]  # type: ignore[arg-type]
+        spies = [(kind, _spied(kind, self.seen.reads, others)) for kind in self._kinds]
         for kind, spy in spies:
             self._changed.append((kind, vars(kind).get("__getattribute__")))
             try:
