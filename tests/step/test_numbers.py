@@ -22,7 +22,7 @@ def train(loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, **op
     torch.manual_seed(0)
     config = types.SimpleNamespace(beta=0.0, gain=1.0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return loss(config, model, x)

@@ -19,7 +19,7 @@ import torch
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
-from takeback.compiler.program import Argument, Number, Op, Phase, Program, Special
+from takeback.compiler.program import Argument, BufferId, Number, Op, Phase, Program, Region, Special
 
 Formula = Callable[[Sequence[float]], float]
 
@@ -137,62 +137,82 @@ def bound(now: Program, trace: Trace, before: Program, then: Sequence[float]) ->
     """The program with a `Number` wherever an operand is what a formula gives now, and was what it gave `then` in the
     program recorded before; None where anything else differs."""
     old_ops = [op for op in before.ops if op.phase is not Phase.UPDATE]
-    if trace.asked or len(old_ops) != len(now.ops) or not _same_constants(now, before):
+    if trace.asked or len(old_ops) != len(now.ops):
         return None
-    formulas = {(f(trace.values).hex(), f(then).hex()): f for f in trace.formulas}
-    read = tuple(place.read for place in trace.places)
+    matching = _Matching(
+        {(f(trace.values).hex(), f(then).hex()): f for f in trace.formulas}, tuple(place.read for place in trace.places)
+    )
     ops = []
     for old, new in zip(old_ops, now.ops, strict=True):
-        op = _bound(new, old, formulas, read)
+        op = matching.op(new, old)
         if op is None:
             return None
         ops.append(op)
-    return replace(now, ops=tuple(ops))
+    return replace(now, ops=tuple(ops)) if matching.has_same_tensors(now, before) else None
 
 
-def _bound(
-    new: Op, old: Op, formulas: Mapping[tuple[str, str], Formula], read: Sequence[Callable[[], float]]
-) -> Op | None:
-    if new.target is not old.target or new.expected != old.expected or new.kwargs.keys() != old.kwargs.keys():
-        return None
-    if new.args == old.args and new.kwargs == old.kwargs and not any(isinstance(a, Number) for a in _given(old)):
-        return new
-    if isinstance(new.target, Special) or new.target.overloadpacket.__name__ not in _OPERAND_OF:
-        return None
-    found: list[bool] = []
+@dataclass
+class _Matching:
+    """Two recordings of one step, op by op. Buffers may be numbered otherwise."""
 
-    def operand(is_now: Argument, was: Argument) -> Argument:
-        if type(is_now) is not float or not isinstance(was, float):
-            found.append(is_now == was)
-            return is_now
-        formula = formulas.get((is_now.hex(), float.hex(was)))
-        found.append(formula is not None or (is_now.hex() == float.hex(was) and not isinstance(was, Number)))
-        return is_now if formula is None else Number.made(is_now, lambda: float(formula([r() for r in read])))
+    formulas: Mapping[tuple[str, str], Formula]
+    read: Sequence[Callable[[], float]]
+    buffers: dict[BufferId, BufferId] = field(default_factory=dict)  #: of the older recording, to those of the newer
 
-    args = tuple(operand(a, b) for a, b in zip(new.args, old.args, strict=False))
-    kwargs = {name: operand(value, old.kwargs[name]) for name, value in new.kwargs.items()}
-    if len(new.args) != len(old.args) or not all(found):
-        return None
-    return replace(new, args=args, kwargs=kwargs)
+    def op(self, new: Op, old: Op) -> Op | None:
+        """The newer op, with numbers where they belong; None if it is not the older one."""
+        same = new.target is old.target and new.expected == old.expected and new.kwargs.keys() == old.kwargs.keys()
+        if not same or len(new.args) != len(old.args) or len(new.results) != len(old.results):
+            return None
+        args = [self._operand(a, b) for a, b in zip(new.args, old.args, strict=True)]
+        kwargs = {name: self._operand(value, old.kwargs[name]) for name, value in new.kwargs.items()}
+        found = [a for a in (*args, *kwargs.values()) if isinstance(a, Number)]
+        if found and (isinstance(new.target, Special) or new.target.overloadpacket.__name__ not in _OPERAND_OF):
+            return None
+        results = [self._operand(a, b) for a, b in zip(new.results, old.results, strict=True)]
+        if any(a is _OTHER for a in (*args, *kwargs.values(), *results)):
+            return None
+        return replace(new, args=tuple(args), kwargs=kwargs) if found else new
+
+    def _operand(self, now: Any, was: Any) -> Any:
+        if isinstance(now, Region) and isinstance(was, Region):
+            known = self.buffers.setdefault(was.buffer, now.buffer)
+            return now if replace(was, buffer=known) == now else _OTHER
+        if isinstance(now, tuple) and isinstance(was, tuple):
+            if len(now) != len(was):
+                return _OTHER
+            members = [self._operand(a, b) for a, b in zip(now, was, strict=True)]
+            return now if all(m is a for m, a in zip(members, now, strict=True)) else _OTHER
+        if type(now) is float and isinstance(was, float):
+            formula = self.formulas.get((now.hex(), float.hex(was)))
+            if formula is not None:
+                return Number.made(now, lambda: float(formula([read() for read in self.read])))
+            return now if now.hex() == float.hex(was) and not isinstance(was, Number) else _OTHER
+        if type(now) is not type(was):
+            return _OTHER
+        return now if now == was else _OTHER
+
+    def has_same_tensors(self, now: Program, before: Program) -> bool:
+        """Tensors that the step makes of Python's numbers are not operands."""
+        for old, new in self.buffers.items():
+            if (old in before.externals) is not (new in now.externals):
+                return False
+            if old in before.externals and not _same_tensor(before.externals[old], now.externals[new]):
+                return False
+        return True
+
+
+_OTHER = object()
+
+
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.data_ptr() == b.data_ptr():
+        return True
+    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= 4096 and bool(torch.equal(a, b))
 
 
 def _given(op: Op) -> tuple[Argument, ...]:
     return (*op.args, *op.kwargs.values())
-
-
-def _same_constants(now: Program, before: Program) -> bool:
-    """Tensors that the step makes of Python's numbers are not operands."""
-    for b, tensor in now.externals.items():
-        other = before.externals.get(b)
-        if other is None or (
-            other is not tensor and other.data_ptr() != tensor.data_ptr() and not _equal(other, tensor)
-        ):
-            return False
-    return True
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and a.numel() <= 4096 and bool(torch.equal(a, b))
 
 
 def numbers_of(program: Program) -> tuple[Number, ...]:
