@@ -131,6 +131,15 @@ def test_stale_plan_is_found_with(options: dict[str, Any]) -> None:
     step(x)
 
 
+def test_an_update_that_begins_before_the_loss_is_known_is_not_sampled() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = tb.compile_step(model, lambda model, x: model(x).square().mean(), optimizer, memory="keep", update="early")
+    for _ in range(12):
+        step(torch.ones(8, 4))
+    assert [note for note in step.report().notes if "before its loss is known" in note]
+
+
 def test_zero_asks_for_no_comparison() -> None:
     hidden = Hidden(1.0)
     scale = hidden.read

@@ -56,6 +56,9 @@ class CheckedReplay:
             plan.unsampled = (
                 f"eager's forward needs {needed / 2**20:,.1f} MiB, more than the plan's {allowed / 2**20:,.1f} MiB"
             )
+        elif not plan.executor.knows_loss_before_update:
+            plan.unsampled = "its update begins before its loss is known"
+        if plan.unsampled is not None:
             return self.run(None)
         self.give_back_()
         try:

@@ -15,7 +15,7 @@ import torch
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import generators_of, undo_bytes, written_before_update
-from takeback.compiler.program import Phase, Program, Region
+from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 from takeback.compiler.run.codegen import over
 from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.transaction import Transaction
@@ -72,6 +72,12 @@ class Executor:
         have, and that nobody keeps, is not read again."""
         life = self.layout.alive.get(region.buffer)
         return life is None or life.end > self._first_update or self._first_update == len(self.program.ops)
+
+    @property
+    def knows_loss_before_update(self) -> bool:
+        """False where an update that is made early begins before the forward has ended."""
+        loss = self.program.loss.buffer
+        return all(i < self._first_update for i, op in enumerate(self.program.ops) if _writes(op, loss))
 
     def found_inf(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the scaler's check of the gradients found, from the end of the backward to the end of the step."""
@@ -170,6 +176,10 @@ class Executor:
 
         step.on_abort(self.release_)
         step.on_abort(put_back)
+
+
+def _writes(op: Op, buffer: BufferId) -> bool:
+    return buffer in op.mutates or any(r.buffer == buffer for r in op.outputs)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
