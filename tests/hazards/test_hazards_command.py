@@ -166,7 +166,7 @@ def test_list_shows_every_hazard_by_kind_and_runs_none() -> None:
         (("no_such_file.py:factory",), "there is no file no_such_file.py"),
         (("users_broken:factory",), "users_broken cannot be imported: ModuleNotFoundError: No module named"),
         (("users_ops:absent",), "users_ops has no 'absent'"),
-        (("users_ops:refuses",), r"users_ops:refuses\(\) raised ValueError: no op today$"),
+        (("users_ops:refuses",), r"users_ops:refuses\(\) raised ValueError: no op today \(users_ops\.py:\d+: "),
         (("users_ops:wrong_thing",), "must give a takeback.hazards.OpUnderTest or a list of them, got a int"),
         (("users_ops:nothing",), "got an empty list"),
         (("users_ops:other_weights",), r"make\(\) has parameters of shapes \[\(8,\)\], reference\(\) of \[\]"),

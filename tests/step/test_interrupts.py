@@ -896,18 +896,18 @@ def test_step_is_copied_as_what_it_was_made_of_without_plans(how: str) -> None:
         other = copy.deepcopy(pair.step) if how == "deepcopy" else pickle.loads(pickle.dumps(pair.step))
         assert other._model is not model
         mine = {id(p) for p in other._model.parameters()}
-        assert {id(p) for group in other._optimizer.param_groups for p in group["params"]} == mine
+        assert {id(p) for group in other._optimizers.only.param_groups for p in group["params"]} == mine
     assert len(other._plans) == 0
     assert other.options == pair.step.options
     if how == "copy":
         other(*xy(9))
         return
-    assert_same(snapshot(other._model, other._optimizer), pair.state())
+    assert_same(snapshot(other._model, other._optimizers.only), pair.state())
     for i in range(3):
         for step in (pair.step, other):
             torch.manual_seed(10 + i)
             step(*xy(10 + i))
-        assert_same(snapshot(other._model, other._optimizer), pair.state(), f"after step {i} of both")
+        assert_same(snapshot(other._model, other._optimizers.only), pair.state(), f"after step {i} of both")
 
 
 # -- random moments ------------------------------------------------------------------------------------------------

@@ -123,23 +123,6 @@ class Seen:
 EVERYTHING = "*"  #: stands among the names that were read where the user's code has taken a whole `__dict__`
 
 
-def _spied(kind: type, reads: dict[int, set[str]], others: frozenset[int]) -> Callable[[Any, str], Any]:
-    """`__getattribute__` of a class, which notes what is asked of the objects that are watched. `others`: threads that
-    do not count; autograd's, which run a backward on a GPU, do."""
-    original: Any = kind.__getattribute__
-    get_ident = threading.get_ident
-
-    def __getattribute__(self: Any, name: str) -> Any:
-        known = reads.get(id(self))
-        if known is not None and get_ident() not in others:
-            known.add(name)
-            if name == "__dict__" and origin_of_file(sys._getframe(1).f_code.co_filename) == "user":
-                known.add(EVERYTHING)
-        return original(self, name)
-
-    return __getattribute__
-
-
 def can_be_spied(kind: type) -> bool:
     """Whether reads of its objects' attributes can be seen: a class written in Python, neither torch's nor Python's."""
     if not kind.__flags__ & _HEAP_TYPE or origin_of_class(kind) != "user":
@@ -149,8 +132,33 @@ def can_be_spied(kind: type) -> bool:
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
-#: One recording at a time changes classes; another thread's waits here.
-_classes = threading.RLock()
+_lock = threading.RLock()
+_onlookers: tuple[Onlooker, ...] = ()  #: those that look on just now, each for a thread of its own
+_spied: dict[type, _Spied] = {}
+
+
+@dataclass
+class _Spied:
+    """A class whose `__getattribute__` tells, for as long as somebody looks on."""
+
+    own: object  #: its own `__getattribute__`, or None where it inherits one
+    watchers: set[int]
+
+
+def _spy(kind: type) -> Callable[[Any, str], Any]:
+    """`__getattribute__` of a class, which notes what is asked of the objects that are watched."""
+    original: Any = kind.__getattribute__
+
+    def __getattribute__(self: Any, name: str) -> Any:
+        for onlooker in _onlookers:
+            known = onlooker.seen.reads.get(id(self))
+            if known is not None and onlooker.counts():
+                known.add(name)
+                if name == "__dict__" and origin_of_file(sys._getframe(1).f_code.co_filename) == "user":
+                    known.add(EVERYTHING)
+        return original(self, name)
+
+    return __getattribute__
 
 
 class Onlooker:
@@ -159,38 +167,44 @@ class Onlooker:
     def __init__(self, objects: Iterable[object]) -> None:
         watched = [o for o in objects if can_be_spied(type(o))]
         self.seen = Seen(reads={id(o): set() for o in watched})
+        self.paused = False  #: what runs just now is not the step's own code
         self._kinds = tuple(dict.fromkeys(map(type, watched)))
-        self._changed: list[tuple[type, object]] = []
         self._previous: Any = None
         self._looking = False
         self._thread = 0
+        self._others: frozenset[int | None] = frozenset()
+
+    def counts(self) -> bool:
+        """Whether what this thread reads is the step's. What autograd's threads read, which run a GPU's backward, is."""
+        return not self.paused and threading.get_ident() not in self._others
 
     def note_stack(self) -> None:
         """Called by whatever runs on a thread of autograd's, which no profile function sees: what led there has run."""
-        if threading.get_ident() == self._thread:
-            return
-        frame: FrameType | None = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1) if threading.get_ident() != self._thread else None
         while frame is not None:
             self.seen.codes.setdefault(id(frame.f_code), (frame.f_code, frame.f_globals))
             frame = frame.f_back
 
     def __enter__(self) -> Onlooker:
-        _classes.acquire()
+        global _onlookers
         self._looking = True
         self._previous = sys.getprofile()
         self._thread = threading.get_ident()
-        others = frozenset(t.ident for t in threading.enumerate() if t.ident not in (None, self._thread))
-        spies = [(kind, _spied(kind, self.seen.reads, others)) for kind in self._kinds]
-        for kind, spy in spies:
-            self._changed.append((kind, vars(kind).get("__getattribute__")))
-            try:
-                kind.__getattribute__ = spy  # type: ignore[method-assign, assignment]
-            except (TypeError, AttributeError):  # a metaclass that allows no changes: the code's names must do
-                self._changed.pop()
-                self._blind_(kind)
+        self._others = frozenset(t.ident for t in threading.enumerate()) - {self._thread}
+        with _lock:
+            _onlookers = (*_onlookers, self)
+            spies = {kind: _spy(kind) for kind in self._kinds if kind not in _spied}
+            for kind in self._kinds:
+                if kind in spies and not _change_(kind, spies[kind]):
+                    self.seen.unseen.add(kind)  # the names that the code mentions must do
+                else:
+                    _spied[kind].watchers.add(id(self))
+        sys.setprofile(self._profile())
+        return self
+
+    def _profile(self) -> Callable[[FrameType, str, Any], None]:
         codes = self.seen.codes
         other = self._previous if callable(self._previous) else None  # somebody looks on already: he goes on
-
         collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
         elsewhere: list[FrameType] = []  # what Python calls by itself whenever it likes, and all inside of that
 
@@ -206,24 +220,43 @@ class Onlooker:
             if other is not None:
                 other(frame, event, arg)
 
-        sys.setprofile(note)
-        return self
-
-    def _blind_(self, kind: type) -> None:
-        self.seen.unseen.add(kind)
+        return note
 
     def __exit__(self, *error: object) -> None:
         self.stop_()
 
     def stop_(self) -> None:
         """Puts everything back; as often as it is called, for an interrupt may have cut one call short."""
+        global _onlookers
         if not self._looking:
             return
         sys.setprofile(self._previous)
-        for kind, own in self._changed:
-            if own is not None:
-                kind.__getattribute__ = own  # type: ignore[method-assign, assignment]
-            elif "__getattribute__" in vars(kind):
-                del kind.__getattribute__
+        with _lock:
+            _onlookers = tuple(o for o in _onlookers if o is not self)
+            for kind in self._kinds:
+                spied = _spied.get(kind)
+                if spied is None:
+                    continue
+                spied.watchers.discard(id(self))
+                if not spied.watchers:
+                    _change_back_(kind, spied.own)
+                    del _spied[kind]
         self._looking = False
-        _classes.release()
+
+
+def _change_(kind: type, spy: Callable[[Any, str], Any]) -> bool:
+    """False where the class, by its metaclass, allows no changes."""
+    _spied[kind] = _Spied(vars(kind).get("__getattribute__"), set())
+    try:
+        kind.__getattribute__ = spy  # type: ignore[method-assign, assignment]
+    except (TypeError, AttributeError):
+        del _spied[kind]
+        return False
+    return True
+
+
+def _change_back_(kind: type, own: object) -> None:
+    if own is not None:
+        kind.__getattribute__ = own  # type: ignore[method-assign, assignment]
+    elif "__getattribute__" in vars(kind):
+        del kind.__getattribute__

@@ -168,7 +168,7 @@ def _attempt(
             generators=before.generators if real else (),
             held=functools.partial(_held_by, subject.model),
             own=own,
-            note_stack=onlooker.note_stack,
+            onlooker=onlooker,
         )
         on_abort(recorder.rewind_)
         try:
@@ -260,8 +260,17 @@ def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torc
     narrow = bool(leaves.foreign) and not leaves.reentrant
     try:
         with Aside(tuple(leaves.foreign)).around():
-            # Not loss.backward(), which would set aside the mode that sees the calls of a custom backward.
-            torch.autograd.backward(loss, inputs=wanted if narrow else None)
+            # What loss.backward() does. That itself would set aside the mode that sees the calls of a custom backward.
+            one = torch.ones_like(loss, memory_format=torch.preserve_format)
+            torch.autograd.graph._engine_run_backward(  # checked on 2.11 and 2.13
+                (loss,),
+                (one,),
+                False,
+                False,
+                tuple(wanted) if narrow else (),
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
             return {p: name for p, name in leaves.foreign.items() if narrow or p.grad is not None}
     except RuntimeError as error:
         if "second time" in str(error):

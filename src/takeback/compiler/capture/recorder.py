@@ -20,6 +20,7 @@ from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
+from takeback.compiler.capture.ran import Onlooker
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
 from takeback.compiler.capture.site import Sites, at
@@ -51,10 +52,9 @@ class Recorder(TorchDispatchMode):
         generators: Sequence[torch.Generator] = (),
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
         own: OwnThread | None = None,
-        note_stack: Callable[[], None] = lambda: None,
+        onlooker: Onlooker | None = None,
     ) -> None:
-        """`held()`: the tensors that the model's attributes hold just now. `note_stack` is called where an op runs on a
-        thread that no profile function sees."""
+        """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
@@ -63,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self._undo = Undo(self.table, held, self._sites.at)
         self._log = log
         self._real = real
-        self._note_stack = note_stack
+        self._onlooker = onlooker
         # Fake ops draw no numbers.
         self._random = RandomTrail(generators, self.table.device, own) if real else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
@@ -77,17 +77,19 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        onlooker = sys.getprofile()
-        if onlooker is None:
-            self._note_stack()
-        quiet = onlooker is not None and func.namespace == "aten"  # an op of the user's may run Python of its own
-        if quiet:
-            sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
+        onlooker, kwargs = self._onlooker, kwargs or {}
+        if onlooker is None or onlooker.paused:
+            return self._dispatched(func, args, kwargs)
+        # Nothing in here is the step's own code: what the kernel of a custom op reads, it reads in each replay.
+        onlooker.note_stack()
+        profile = sys.getprofile()
+        onlooker.paused = True
+        sys.setprofile(None)
         try:
-            return self._dispatched(func, args, kwargs or {})
+            return self._dispatched(func, args, kwargs)
         finally:
-            if quiet:
-                sys.setprofile(onlooker)
+            onlooker.paused = False
+            sys.setprofile(profile)
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's

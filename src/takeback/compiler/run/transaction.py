@@ -8,6 +8,7 @@ decided here.
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import weakref
@@ -65,10 +66,11 @@ class Gate:
 
 
 def _is_clean_up(frame: FrameType | None) -> bool:
-    """Whether this is Python's own clean-up of an object: there it drops what is raised, and what was to be freed is
-    not."""
+    """Whether this is Python's own clean-up of an object, or what it calls while it collects garbage: there it drops
+    what is raised, and what was to be freed is not."""
+    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
-        if frame.f_code is _FINALIZING or frame.f_code.co_name == "__del__":
+        if frame.f_code is _FINALIZING or frame.f_code.co_name == "__del__" or frame.f_code in collecting:
             return True
         frame = frame.f_back
     return False
