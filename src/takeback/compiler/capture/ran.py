@@ -175,7 +175,7 @@ class Onlooker:
         self._others: frozenset[int | None] = frozenset()
 
     def counts(self) -> bool:
-        """Whether what this thread reads is the step's. What autograd's threads read, which run a GPU's backward, is."""
+        """Whether what this thread reads is the step's: autograd's threads, which run a GPU's backward, do count."""
         return not self.paused and threading.get_ident() not in self._others
 
     def note_stack(self) -> None:
