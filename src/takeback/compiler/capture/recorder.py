@@ -246,6 +246,11 @@ class Recorder(TorchDispatchMode):
         if self._random is not None:
             self._random.rewind_()
 
+    @property
+    def random_ends(self) -> dict[torch.Generator, torch.Tensor]:
+        """Of the generators that the step drew from: the states it left them in."""
+        return self._random.ends if self._random is not None else {}
+
     def escaped(self, allowed: Sequence[torch.Tensor]) -> Op | None:
         """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
         return outlives.escaped(self.table, self.ops, allowed)
