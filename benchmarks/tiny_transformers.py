@@ -57,7 +57,8 @@ class Architecture:
 
     @property
     def config_class(self) -> Any:
-        return transformers.models.auto.CONFIG_MAPPING[self.model_type]
+        own = self.model_class.config_class  # of the text part alone, for some
+        return own if own is not None else transformers.models.auto.CONFIG_MAPPING[self.model_type]
 
 
 def architectures() -> list[Architecture]:
@@ -88,7 +89,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_|n_)?(\w+_)?(hidden_layers?|layers?|blocks|depth)", 2),
     (r"(.*_)?(num_key_value_heads|num_kv_heads|n_kv_heads|kv_heads|num_query_groups|num_key_heads)", 2),
     (r"(.*_)?(attention_heads|num_heads|n_heads?|value_heads|mamba_n_heads|num_head)", 4),
-    (r"(.*_)?(rope_head_dim|nope_head_dim)", 8),
+    (r"(.*_)?(rope_head_dim|nope_head_dim|rotary_dim)", 8),
     (r"(.*_)?(head_dim|head_size|d_kv|kv_channels|d_head|attention_key_size)", 16),
     (r"(.*_)?(lora_rank|rank|rank_dim|low_rank_dim|time_step_rank)", 16),
     (r"(.*_)?(state_size|d_state|state_dim)", 8),
@@ -111,6 +112,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(.*_)?(num_conv_pos_embedding_groups|window_size)", 4),
     (r"(.*_)?(num_codevectors_per_group|num_buckets|num_hash\w*)", 8),
 )
+_NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}  #: without defaults in some configs
 _TOKEN = re.compile(r".*token_(id|index|ids|indices)$|(image|video|audio)_token\w*_(id|index)")
 _PER_LAYER = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers")
 _LEAVE = frozenset(("out_indices", "out_features", "stage_names", "id2label", "label2id", "architectures", "dtype"))
@@ -128,6 +130,8 @@ def _listed(name: str, values: list[Any], kept: list[int] | None, layers: int) -
         return [values[i] for i in kept]
     if not all(type(v) is int for v in values) or not values:
         return values
+    if re.fullmatch(r".*layer_(indices|idx|ids)", name):
+        return [1]
     if re.fullmatch(r".*(depths|depth|num_blocks|layers?|layer_repeats)", name):
         return [1] * len(values)
     if re.fullmatch(r".*(heads|num_heads)", name):
@@ -165,12 +169,16 @@ def changes(config: Any) -> dict[str, Any]:
             now = len(kept)
         elif type(value) is int:
             now = _size(name, value)
+        elif value is None:
+            now = _NEEDED.get(name)
         elif isinstance(value, list | tuple):
             now = type(value)(_listed(name, list(value), kept, layers))
-        if now is not value and now != value:
+        if now is not value and (isinstance(now, transformers.PretrainedConfig) or now != value):
             found[name] = now
     if isinstance(fields.get("depths"), list) and type(fields.get("embed_dim")) is int:
         found["embed_dim"] = 16  # doubled from stage to stage
+    if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
+        found["head_dim"] = 8
     expand = fields.get("expand") or fields.get("mamba_expand")
     for name in ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads"):
         if type(expand) is int and type(fields.get(name)) is int:

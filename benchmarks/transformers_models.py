@@ -279,6 +279,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    assert transformers.LlamaForCausalLM is not None  # imports what all share, before the processes are forked
     before = read_json(arguments.json) if arguments.json is not None and arguments.json.exists() else []
     known = {r.name: r for r in before}
     chosen = architectures()

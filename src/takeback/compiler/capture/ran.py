@@ -199,7 +199,10 @@ class Onlooker:
         """Puts everything back; as often as it is called, for an interrupt may have cut one call short."""
         if not self._looking:
             return
-        sys.setprofile(self._previous)
+        if self._previous is None or callable(self._previous):
+            sys.setprofile(self._previous)
+        else:  # cProfile's, up to Python 3.11, which cannot be given to setprofile
+            self._previous.enable()
         for kind, own in self._changed:
             if own is not None:
                 kind.__getattribute__ = own  # type: ignore[method-assign, assignment]

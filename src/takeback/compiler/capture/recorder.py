@@ -74,7 +74,8 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        onlooker = sys.getprofile()
+        profiler = sys.getprofile()
+        onlooker = profiler if callable(profiler) else None  # cProfile's own stays on
         quiet = onlooker is not None and func.namespace == "aten"  # an op of the user's may run Python of its own
         if quiet:
             sys.setprofile(None)  # nothing in here is the step's: ran.py need not see it
