@@ -98,7 +98,10 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_experts_per_tok|top_?k|num_experts_per_token|moe_topk|moe_k|experts_top_k|moe_top_k", 2),
     (r"n_group|topk_group|n_groups|mamba_n_groups|num_expert_group", 1),
     (r"(.*_)?(intermediate_size|ffn_dim|d_ff|n_inner|ffn_hidden_size|mlp_dim|feed_forward_size|mlp_hidden_size)", 64),
-    (r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|hidden_dim|embed_dim|embedding_size|dim|width|d_embed|embedding_dim)", 64),
+    (
+        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|hidden_dim|embed_dim|embedding_size|dim|width|d_embed|embedding_dim)",
+        64,
+    ),
     (r"(.*_)?(output_channels|num_channels_\w+|channels|projection_size|encoder_size|decoder_size|fusion_dim)", 64),
     (r"(.*_)?(max_position_embeddings|n_positions|max_\w*positions|max_sequence_length|max_seq_len|n_ctx)", 64),
     (r"(.*_)?(sliding_window|attention_window|local_attention|window_attention)", 8),
@@ -112,7 +115,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(.*_)?(num_conv_pos_embedding_groups|window_size)", 4),
     (r"(.*_)?(num_codevectors_per_group|num_buckets|num_hash\w*)", 8),
 )
-_NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}  #: without defaults in some configs
+#: Without defaults in some configs.
+_NEEDED = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1, "attn_layer_indices": [1]}
 _TOKEN = re.compile(r".*token_(id|index|ids|indices)$|(image|video|audio)_token\w*_(id|index)")
 _PER_LAYER = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers")
 _LEAVE = frozenset(("out_indices", "out_features", "stage_names", "id2label", "label2id", "architectures", "dtype"))
@@ -150,9 +154,13 @@ def changes(config: Any) -> dict[str, Any]:
     fields = {k: v for k, v in vars(config).items() if not k.startswith("_") and k not in _LEAVE}
     layers = next((v for k in _PER_LAYER if type(v := fields.get(k) or getattr(config, k, None)) is int), 0)
     kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    computed = getattr(config, "layers_block_type", None) if kinds is None else None  # from a period and an offset
     kept: list[int] | None = None
-    if layers > 2:  # a layer of each kind
+    staged = isinstance(fields.get("depths"), list | tuple)
+    if layers > 2 and not staged:  # a layer of each kind
         kept = sorted({kinds.index(k) for k in kinds}) if isinstance(kinds, list) and len(kinds) == layers else []
+        if isinstance(computed, list) and len(computed) == layers:
+            kept = list(range(max(map(computed.index, computed)) + 1))
         kept = sorted({*kept, *[i for i in range(layers) if i not in kept][: max(0, 2 - len(kept))]})
     found: dict[str, Any] = {}
     specials = iter(range(3, FIRST_WORD))
@@ -167,7 +175,7 @@ def changes(config: Any) -> dict[str, Any]:
                 now = [next(specials)]
         elif kept is not None and name in _PER_LAYER:
             now = len(kept)
-        elif type(value) is int:
+        elif type(value) is int and not (staged and name == "num_layers"):
             now = _size(name, value)
         elif value is None:
             now = _NEEDED.get(name)
@@ -175,8 +183,14 @@ def changes(config: Any) -> dict[str, Any]:
             now = type(value)(_listed(name, list(value), kept, layers))
         if now is not value and (isinstance(now, transformers.PretrainedConfig) or now != value):
             found[name] = now
-    if isinstance(fields.get("depths"), list) and type(fields.get("embed_dim")) is int:
-        found["embed_dim"] = 16  # doubled from stage to stage
+    if staged and type(fields.get("embed_dim")) is int:
+        found["embed_dim"] = 16  # doubled from stage to stage, as windows are halved
+        found |= {"hidden_size": 16 << len(fields["depths"]) - 1} if "hidden_size" in fields else {}
+        found |= {"window_size": 2, "image_size": 2 * SIDE} if type(fields.get("window_size")) is int else {}
+    if set(found.get("layer_types", ())) == {"linear_attention"}:  # a cache must have a layer with attention
+        found["layer_types"] = ["linear_attention", "full_attention"]
+    if config.model_type == "lfm2_moe":
+        found["layer_types"] = ["conv", "full_attention"]
     if "qk_rope_head_dim" in fields and fields.get("head_dim") == fields["qk_rope_head_dim"]:
         found["head_dim"] = 8
     expand = fields.get("expand") or fields.get("mamba_expand")
@@ -242,8 +256,14 @@ def batches(architecture: Architecture, model: Any, seed: int) -> Iterator[dict[
     frames = getattr(vision, "num_frames", 4)
     video = torch.randn(ROWS, frames if isinstance(frames, int) else 4, channels, height, width, generator=g)
     sound = torch.randn(ROWS, 4000, generator=g)
-    bins = next((v for k in ("num_mel_bins", "n_mels", "input_feat_per_channel", "feature_size", "num_mel_bins") if
-                 type(v := getattr(config, k, None)) is int), 16)
+    bins = next(
+        (
+            v
+            for k in ("num_mel_bins", "n_mels", "input_feat_per_channel", "feature_size", "num_mel_bins")
+            if type(v := getattr(config, k, None)) is int
+        ),
+        16,
+    )
     length = 2 * getattr(config, "max_source_positions", 32)
     spectrum = torch.randn(ROWS, bins, length if isinstance(length, int) else 64, generator=g)
     masked = torch.rand(ROWS, 16, generator=g) < 0.5

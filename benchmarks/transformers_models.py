@@ -21,7 +21,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,6 +41,7 @@ from takeback.errors import TakebackError  # noqa: E402
 from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of  # noqa: E402
 
 STEPS = 4
+RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
 SECONDS = 90.0
 OUTCOMES = ("equal", "equal, several plans", "refused", "differs", "foreign exception", "timeout", "skipped")
 
@@ -249,9 +250,60 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def cause(row: Row) -> str:
-    """A refusal without what is this model's own: names, numbers, files."""
-    first = re.split(r"(?<=[^A-Z])\. (?=[A-Z])", row.reason)[0]
-    return re.sub(r"\S*/(?:site-packages/)?transformers/\S+|\b\d+(\.\d+)?\b", "…", first)
+    """A reason without what is this model's own: its line, names and numbers."""
+    text = re.sub(
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | that was| takes|; a |$)",
+        "",
+        row.reason,
+    )
+    text = re.split(r"(?<=[^A-Z.])\. (?=[A-Z])", text.removeprefix("CaptureError: "))[0]
+    text = re.sub(r"\b(model|loss_fn)\.[\w.\[\]']+", "…", text)
+    return re.sub(r"\b\d[\d,.]*\b", "…", text).rstrip(".")
+
+
+def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
+    """What works, and why the rest does not."""
+    trained = [r for r in rows if r.outcome != "skipped"]
+    equal = [r for r in rows if r.outcome == "equal"]
+    shown = [o for o in OUTCOMES if o in ("equal", "refused", "differs") or totals(rows)[o]]
+    lines = [
+        "# Models of transformers",
+        "",
+        "Made by `benchmarks/transformers_models.py --markdown docs/models.md` from what it has measured: every "
+        "architecture of the package that can be built tiny and that eager can train then, "
+        f'{STEPS} steps of AdamW beside eager, `memory="keep"`, training mode, the config\'s own dropout.',
+        "",
+        f"transformers {versions['transformers']}, torch {versions['torch']}, Python {versions['python']}, "
+        f"{versions['device']}, one thread.",
+        "",
+        f"**{len(equal)} of {len(trained)}** have eager's losses and parameters, bit for bit, from one plan.",
+        "",
+        f"| task | {' | '.join(shown)} |",
+        f"|---|{'---:|' * len(shown)}",
+    ]
+    for task, by_outcome in counts(rows).items():
+        lines.append(f"| {task} | {' | '.join(str(by_outcome[o] or '') for o in shown)} |")
+    lines += [f"| **all** | {' | '.join(str(totals(rows)[o]) for o in shown)} |", ""]
+    lines += [
+        "skipped: eager does not train it at this size, or it needs a package or inputs that are not here. Models of "
+        "images and text are given text alone.",
+        "",
+        "## What is not equal from one plan, and why",
+        "",
+        "| outcome | reason | architectures |",
+        "|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in sorted(trained, key=lambda r: OUTCOMES.index(r.outcome)):
+        if r.outcome != "equal":
+            groups.setdefault((r.outcome, cause(r)), []).append(r.name)
+    for (outcome, why), names in sorted(groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])):
+        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} |")
+    lines += ["", "## What is equal", ""]
+    for task in counts(rows):
+        if names := [r.name for r in equal if r.task == task]:
+            lines += [f"**{task}**: {', '.join(names)}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
@@ -275,11 +327,17 @@ def main() -> None:
     parser.add_argument("--outcome", nargs="*", help="those that had this outcome in the JSON file")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tasks", nargs="*", help="of tiny_transformers.TASKS")
+    parser.add_argument("--resume", action="store_true", help="leave alone what is in the JSON file and was trained")
+    parser.add_argument("--markdown", type=Path, help="written from the JSON file; nothing is run")
     parser.add_argument("--here", action="store_true", help="in this process, to debug one model")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     assert transformers.LlamaForCausalLM is not None  # imports what all share, before the processes are forked
+    if arguments.markdown is not None:
+        path = arguments.json or RESULTS
+        arguments.markdown.write_text(markdown(read_json(path), json.loads(path.read_text())["machine"]))
+        return
     before = read_json(arguments.json) if arguments.json is not None and arguments.json.exists() else []
     known = {r.name: r for r in before}
     chosen = architectures()
@@ -289,7 +347,9 @@ def main() -> None:
         chosen = [a for a in chosen if a.name in known and known[a.name].outcome in arguments.outcome]
     if arguments.tasks:
         chosen = [a for a in chosen if a.task in arguments.tasks]
-    if len(chosen) == len(architectures()):
+    if arguments.resume:
+        chosen = [a for a in chosen if a.name not in known or known[a.name].outcome in ("skipped", "timeout")]
+    elif len(chosen) == len(architectures()):
         known = {}
     rows: list[Row] = []
     start = time.perf_counter()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -161,12 +162,16 @@ class Onlooker:
         self._changed: list[tuple[type, object]] = []
         self._previous: Any = None
         self._looking = False
+        self._collecting = False  # garbage: what Python runs then (callbacks, finalizers) is not the step's
+        self._thread = 0
 
     def __enter__(self) -> Onlooker:
         _classes.acquire()
         self._looking = True
         self._previous = sys.getprofile()
-        thread = threading.get_ident()
+        thread = self._thread = threading.get_ident()
+        gc.callbacks.insert(0, self._collection_begins)
+        gc.callbacks.append(self._collection_ends)
         spies = [(kind, _spied(kind, self.seen.reads, thread)) for kind in self._kinds]
         for kind, spy in spies:
             self._changed.append((kind, vars(kind).get("__getattribute__")))
@@ -179,7 +184,7 @@ class Onlooker:
         other = self._previous if callable(self._previous) else None  # somebody looks on already: he goes on
 
         def note(frame: FrameType, event: str, arg: object) -> None:
-            if event == "call":
+            if event == "call" and not self._collecting:
                 code = frame.f_code
                 if id(code) not in codes:
                     codes[id(code)] = (code, frame.f_globals)
@@ -188,6 +193,14 @@ class Onlooker:
 
         sys.setprofile(note)
         return self
+
+    def _collection_begins(self, phase: str, info: object) -> None:
+        if phase == "start" and threading.get_ident() == self._thread:
+            self._collecting = True
+
+    def _collection_ends(self, phase: str, info: object) -> None:
+        if phase == "stop" and threading.get_ident() == self._thread:
+            self._collecting = False
 
     def _blind_(self, kind: type) -> None:
         self.seen.unseen.add(kind)
@@ -203,6 +216,9 @@ class Onlooker:
             sys.setprofile(self._previous)
         else:  # cProfile's, up to Python 3.11, which cannot be given to setprofile
             self._previous.enable()
+        for callback in (self._collection_begins, self._collection_ends):
+            if callback in gc.callbacks:
+                gc.callbacks.remove(callback)
         for kind, own in self._changed:
             if own is not None:
                 kind.__getattribute__ = own  # type: ignore[method-assign, assignment]
