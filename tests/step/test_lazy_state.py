@@ -158,3 +158,62 @@ def test_state_whose_beginning_is_not_known_may_be_made_before_the_first_step() 
         return model
 
     train_both(replace(case(in_a_table), build=build), steps=5)
+
+
+class RandomWhenFirstNeeded(nn.Module):
+    """Puts another layer into itself the first time it runs, as BigBird does for short texts."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.register_buffer("mixing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.mixing is None:
+            self.mixing = torch.randn(8, 8)
+        return self.last(self.dropout(x @ self.mixing))
+
+
+def test_a_random_tensor_made_in_the_first_step_leaves_the_generator_where_eager_does() -> None:
+    def train(compiled: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = RandomWhenFirstNeeded(0.0)
+        optimizer = sgd(model)
+        step = compile_step(model, square, optimizer) if compiled else None
+        found = []
+        for _ in range(4):
+            batch = torch.randn(6, 8)  # drawn after what the step before it has drawn
+            if step is None:
+                optimizer.zero_grad()
+                loss = square(model, batch)
+                loss.backward()
+                optimizer.step()
+            else:
+                loss = step(batch)
+            found += [batch, loss.detach().clone()]
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
+
+
+def test_a_random_tensor_made_in_the_first_step_beside_dropout_is_refused_and_taken_back() -> None:
+    torch.manual_seed(0)
+    model = RandomWhenFirstNeeded(0.5)
+    state = torch.get_rng_state()
+    step = compile_step(model, square, sgd(model))
+    with pytest.raises(CaptureError, match="draws other random numbers the first time it runs"):
+        step(*noise(0))
+    assert model.mixing is None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_random_tensor_beside_dropout_may_be_made_before_the_first_step() -> None:
+    def build() -> RandomWhenFirstNeeded:
+        model = RandomWhenFirstNeeded(0.5)
+        model(torch.zeros(6, 8))
+        return model
+
+    train_both(Case(build, square, noise, sgd), steps=4, plans=1)

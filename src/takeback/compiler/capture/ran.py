@@ -230,7 +230,10 @@ class Onlooker:
         global _onlookers
         if not self._looking:
             return
-        sys.setprofile(self._previous)
+        if self._previous is None or callable(self._previous):
+            sys.setprofile(self._previous)
+        else:  # cProfile's, up to Python 3.11, which cannot be given to setprofile
+            self._previous.enable()
         with _lock:
             _onlookers = tuple(o for o in _onlookers if o is not self)
             for kind in self._kinds:

@@ -60,6 +60,7 @@ class RandomTrail:
         self._own = own if own is not None else OwnThread()
         self._used: set[torch.Generator] = set()  #: those that the step itself drew from or set
         self._foreign: set[torch.Generator] = set()  #: those that another thread drew from meanwhile
+        self.ends: dict[torch.Generator, torch.Tensor] = {}  #: the states in which the step left those it used
         self._defaults = default_generators(device)
         self._current: dict[torch.Generator, bytes] = {}
         self._seen: dict[tuple[torch.Generator, bytes], _Moment] = {}
@@ -125,6 +126,7 @@ class RandomTrail:
                 "compared with eager. Give the thread a torch.Generator of its own, or let it rest during the first "
                 "steps."
             )
+        self.ends = {generator: generator.get_state() for generator in self._current if generator in self._used}
 
     def _jump(self, generator: torch.Generator, state: bytes, position: int, site: Site | None) -> None:
         moment = self._seen.get((generator, state))

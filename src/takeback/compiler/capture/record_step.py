@@ -59,6 +59,7 @@ class Capture:
     aside: Aside = field(default_factory=Aside)
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
     notes: tuple[str, ...] = ()
+    random_ends: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)  #: where the step left them
 
 
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
@@ -99,7 +100,7 @@ def capture(
             got = _attempt(subject, args, kwargs, again, recording, real, on_abort)
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
-            return got
+            return _with_generators_left(got, subject, kept)
     except _KeptState as kept:
         first.restore_(kept.within)
         raise CaptureError(str(kept)) from None
@@ -124,6 +125,33 @@ def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]
             )
 
 
+def _with_generators_left(got: Capture, subject: Subject, kept: _KeptState) -> Capture:
+    """The second recording, with the generators as the first run has left them, which is what eager does. Where the
+    second draws as well, it must have drawn the same numbers."""
+    alone = {g: end for g, end in kept.random_ends.items() if g not in got.random_ends}
+    if any(not torch.equal(kept.random_ends.get(g, end), end) for g, end in got.random_ends.items()):
+        got.rewind_()
+        for p in subject.parameters:
+            p.grad = None
+        raise _KeptState(
+            "the step draws other random numbers the first time it runs than in every later run: it makes a module or "
+            "a tensor with random values and keeps it. Recorded a second time, what it draws besides (dropout) would "
+            "not be what eager draws. Run the model once on such a batch before the first step.",
+            within=kept.within,
+        )
+
+    def leave_() -> None:
+        for generator, end in alone.items():
+            generator.set_state(end)
+
+    def rewind_() -> None:  # to where the second run begins, not the first: what that made is still there
+        got.rewind_()
+        leave_()
+
+    leave_()
+    return replace(got, rewind_=rewind_)
+
+
 def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None) -> Assumptions:
     """What the step reads, if it was seen; else whatever is in its reach."""
     arguments = tuple(objects_of((args, kwargs)))
@@ -133,8 +161,15 @@ def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
-    def __init__(self, reason: str, new_state: Sequence[torch.Tensor] = (), within: set[Place] | None = None) -> None:
+    def __init__(
+        self,
+        reason: str,
+        new_state: Sequence[torch.Tensor] = (),
+        within: set[Place] | None = None,
+        random_ends: Mapping[torch.Generator, torch.Tensor] | None = None,
+    ) -> None:
         super().__init__(reason)
+        self.random_ends = random_ends or {}
         self.new_state = new_state  #: what the step made and wrote, as it was before it was written
         self.within = within  #: the places that it read
 
@@ -305,7 +340,7 @@ def _finish(
         recorder.rewind_()
         for p in subject.parameters:
             p.grad = None
-        raise _KeptState(reason, recorder.new_state, within)
+        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends)
     program = recorder.program(
         recorder.region(ran.loss),
         tuple(recorder.region(t) for t in (*aux_tensors, *held)),
@@ -332,6 +367,7 @@ def _finish(
         Aside(tuple(ran.foreign), subject.derived),
         tuple(holder for holder, _ in made),
         tuple(_notes(ran.foreign)),
+        recorder.random_ends,
     )
 
 

@@ -84,12 +84,14 @@ class Recorder(TorchDispatchMode):
         onlooker.note_stack()
         profile = sys.getprofile()
         onlooker.paused = True
-        sys.setprofile(None)
+        if callable(profile):  # cProfile's own stays on
+            sys.setprofile(None)
         try:
             return self._dispatched(func, args, kwargs)
         finally:
             onlooker.paused = False
-            sys.setprofile(profile)
+            if callable(profile):
+                sys.setprofile(profile)
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's
@@ -252,6 +254,11 @@ class Recorder(TorchDispatchMode):
         self.undo_()
         if self._random is not None:
             self._random.rewind_()
+
+    @property
+    def random_ends(self) -> dict[torch.Generator, torch.Tensor]:
+        """Of the generators that the step drew from: the states it left them in."""
+        return self._random.ends if self._random is not None else {}
 
     def escaped(self, allowed: Sequence[torch.Tensor]) -> Op | None:
         """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""

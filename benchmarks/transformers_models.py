@@ -1,0 +1,373 @@
+"""Every architecture of the installed transformers that can be built tiny: trained by takeback beside eager.
+
+    python benchmarks/transformers_models.py [--only NAME ...] [--json FILE] [--markdown FILE]
+
+Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
+with the config's own dropout. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
+cannot train at this size is skipped. Each model has a process and 90 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import json
+import multiprocessing
+import os
+import random
+import re
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import takeback as tb  # noqa: E402
+from common import machine  # noqa: E402
+from takeback.errors import TakebackError  # noqa: E402
+from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of  # noqa: E402
+
+STEPS = 4
+RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
+SECONDS = 90.0
+OUTCOMES = ("equal", "equal, several plans", "refused", "differs", "foreign exception", "timeout", "skipped")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one architecture."""
+
+    name: str
+    task: str
+    model_type: str
+    outcome: str
+    reason: str = ""
+    plans: int = 0
+    replays: int = 0
+    places: int = 0  #: that are compared before a replay
+    check_ms: float = 0.0  #: comparing them, the least of ten
+    parameters: int = 0
+    inputs: tuple[str, ...] = field(default=())
+
+
+Build = Callable[[], Any]
+Batches = Callable[[int], dict[str, Any]]
+
+
+def seed(i: int) -> None:
+    random.seed(i)
+    np.random.seed(i)
+    torch.manual_seed(i)
+
+
+def built(architecture: Architecture, config: Any) -> Any:
+    seed(0)
+    return architecture.model_class(copy.deepcopy(config)).float().train()  # some models write into it
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def tensors_of(model: Any) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in (*model.named_parameters(), *model.named_buffers())}
+
+
+def eager(model: Any, batch: Batches) -> list[torch.Tensor]:
+    optimizer = optimizer_of(model)
+    losses = []
+    for i in range(STEPS):
+        given = batch(i)
+        seed(100 + i)
+        loss = loss_of(model, **given)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return a.dtype is b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def trainable(architecture: Architecture) -> tuple[Build, Batches, tuple[str, ...]] | str:
+    """A config and a kind of batch with which eager can train the model; or why there is none."""
+    why = ""
+    for config in configs(architecture):
+        try:
+            with torch.device("meta"):
+                size = sum(p.numel() for p in architecture.model_class(config).parameters())
+            if size > MOST_PARAMETERS:
+                why = why or f"{size:,} parameters"
+                continue
+            model = built(architecture, config)
+        except Exception as error:
+            why = why or f"not built: {one_line(error)}"
+            continue
+        for kind, given in enumerate(batches(architecture, model, 0)):
+            if not fits(model, given):
+                continue
+            try:
+                seed(100)
+                loss = loss_of(model, **given)
+                loss.backward()
+                if not torch.isfinite(loss):
+                    raise ValueError("the loss is not finite")
+            except Exception as error:
+                why = why or f"not trained with {', '.join(given)}: {one_line(error)}"
+                continue
+
+            def batch(i: int, kind: int = kind, model: Any = model) -> dict[str, Any]:
+                return list(batches(architecture, model, i))[kind]
+
+            return lambda config=config: built(architecture, config), batch, tuple(given)
+    return why or "no batch that its forward takes"
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def said(error: TakebackError) -> str:
+    return " ".join(str(error).split())
+
+
+def why_several(step: Any, leaves: Sequence[torch.Tensor]) -> str:
+    """What the plans that were not used last do not have in common with the last step."""
+    reasons = [plan.change(leaves) or "a value read from a tensor is another" for plan in list(step._plans)[1:]]
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def examine(architecture: Architecture) -> Row:
+    row: dict[str, Any] = {"name": architecture.name, "task": architecture.task, "model_type": architecture.model_type}
+    try:
+        found = trainable(architecture)
+        if isinstance(found, str):
+            return Row(**row, outcome="skipped", reason=found)
+        build, batch, inputs = found
+        theirs = build()
+        expected = eager(theirs, batch)
+    except Exception as error:
+        return Row(**row, outcome="skipped", reason=one_line(error))
+    row |= {"inputs": inputs, "parameters": sum(p.numel() for p in theirs.parameters())}
+    ours = build()
+    again = tensors_of(build())
+    if any(not same(v.detach(), again[k].detach()) for k, v in tensors_of(ours).items()):
+        return Row(**row, outcome="skipped", reason="eager builds another model from the same seed")
+    losses = []
+    try:
+        step = tb.compile_step(ours, loss_of, optimizer_of(ours), memory="keep")
+        for i in range(STEPS):
+            given = batch(i)
+            seed(100 + i)
+            losses.append(step(**given).detach().clone())
+    except TakebackError as error:
+        return Row(**row, outcome="refused", reason=f"{type(error).__name__}: {said(error)}")
+    except Exception:
+        return Row(**row, outcome="foreign exception", reason=traceback.format_exc()[-3000:])
+    row |= {"plans": len(step._plans), "replays": step._replays}
+    reference = tensors_of(theirs)
+    other = [f"loss {i}" for i, (a, b) in enumerate(zip(losses, expected, strict=True)) if not same(a, b)]
+    other += [k for k, v in tensors_of(ours).items() if not same(v.detach(), reference[k].detach())]
+    if other:
+        third = build()
+        repeated = all(same(a, b) for a, b in zip(eager(third, batch), expected, strict=True))
+        if not repeated:
+            return Row(**row, outcome="skipped", reason="eager differs from eager")
+        return Row(**row, outcome="differs", reason=f"{len(other)} tensors: {', '.join(other[:6])}")
+    leaves = [v for v in given.values() if isinstance(v, torch.Tensor)]
+    plan = step._plans[0]
+    row |= {"places": len(plan.watch._assumptions.places()), "check_ms": round(1e3 * seconds_of_check(plan, leaves), 3)}
+    if len(step._plans) == 1 and step._replays >= 2:
+        return Row(**row, outcome="equal")
+    return Row(**row, outcome="equal, several plans", reason=why_several(step, leaves))
+
+
+def seconds_of_check(plan: Any, leaves: Sequence[torch.Tensor]) -> float:
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        plan.watch.change(leaves)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _child(architecture: Architecture, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    pipe.send(examine(architecture))
+
+
+def alone(architecture: Architecture) -> Row:
+    """In a process of its own, which is forked so that transformers is imported once."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(architecture, theirs))
+    process.start()
+    theirs.close()
+    row = Row(architecture.name, architecture.task, architecture.model_type, "timeout", f"{SECONDS:.0f} s")
+    try:
+        if ours.poll(SECONDS):
+            row = ours.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        row = Row(row.name, row.task, row.model_type, "foreign exception", f"the process died: {how}")
+    if process.is_alive() and row.outcome == "timeout":
+        process.kill()
+    process.join()
+    return row
+
+
+# -- what is told ----------------------------------------------------------------------------------------------
+
+
+def counts(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    found: dict[str, collections.Counter[str]] = {}
+    for row in rows:
+        found.setdefault(row.task, collections.Counter())[row.outcome] += 1
+    return {task: {o: c[o] for o in OUTCOMES} for task, c in found.items()}
+
+
+def totals(rows: Sequence[Row]) -> dict[str, int]:
+    return {o: sum(r.outcome == o for r in rows) for o in OUTCOMES}
+
+
+def cause(row: Row) -> str:
+    """A reason without what is this model's own: its line, names and numbers."""
+    text = re.sub(
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | that was| takes|; a |$)",
+        "",
+        row.reason,
+    )
+    text = re.split(r"(?<=[^A-Z.])\. (?=[A-Z])", text.removeprefix("CaptureError: "))[0]
+    text = re.sub(r"\b(model|loss_fn)\.[\w.\[\]']+", "…", text)
+    return re.sub(r"\b\d[\d,.]*\b", "…", text).rstrip(".")
+
+
+def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
+    """What works, and why the rest does not."""
+    trained = [r for r in rows if r.outcome != "skipped"]
+    equal = [r for r in rows if r.outcome == "equal"]
+    shown = [o for o in OUTCOMES if o in ("equal", "refused", "differs") or totals(rows)[o]]
+    lines = [
+        "# Models of transformers",
+        "",
+        "Made by `benchmarks/transformers_models.py --markdown docs/models.md` from what it has measured: every "
+        "architecture of the package that can be built tiny and that eager can train then, "
+        f'{STEPS} steps of AdamW beside eager, `memory="keep"`, training mode, the config\'s own dropout.',
+        "",
+        f"transformers {versions['transformers']}, torch {versions['torch']}, Python {versions['python']}, "
+        f"{versions['device']}, one thread.",
+        "",
+        f"**{len(equal)} of {len(trained)}** have eager's losses and parameters, bit for bit, from one plan.",
+        "",
+        f"| task | {' | '.join(shown)} |",
+        f"|---|{'---:|' * len(shown)}",
+    ]
+    for task, by_outcome in counts(rows).items():
+        lines.append(f"| {task} | {' | '.join(str(by_outcome[o] or '') for o in shown)} |")
+    lines += [f"| **all** | {' | '.join(str(totals(rows)[o]) for o in shown)} |", ""]
+    lines += [
+        "skipped: eager does not train it at this size, or it needs a package or inputs that are not here. Models of "
+        "images and text are given text alone.",
+        "",
+        "## What is not equal from one plan, and why",
+        "",
+        "| outcome | reason | architectures |",
+        "|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in sorted(trained, key=lambda r: OUTCOMES.index(r.outcome)):
+        if r.outcome != "equal":
+            groups.setdefault((r.outcome, cause(r)), []).append(r.name)
+    for (outcome, why), names in sorted(groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])):
+        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} |")
+    lines += ["", "## What is equal", ""]
+    for task in counts(rows):
+        if names := [r.name for r in equal if r.task == task]:
+            lines += [f"**{task}**: {', '.join(names)}.", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_json(path: Path, rows: Sequence[Row]) -> None:
+    found = {
+        "machine": machine() | {"transformers": transformers.__version__, "steps": STEPS},
+        "counts": totals(rows),
+        "by_task": counts(rows),
+        "models": [asdict(r) for r in rows],
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def read_json(path: Path) -> list[Row]:
+    found = json.loads(path.read_text())
+    return [Row(**{**r, "inputs": tuple(r["inputs"])}) for r in found["models"]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="classes or model types")
+    parser.add_argument("--outcome", nargs="*", help="those that had this outcome in the JSON file")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--tasks", nargs="*", help="of tiny_transformers.TASKS")
+    parser.add_argument("--resume", action="store_true", help="leave alone what is in the JSON file and was trained")
+    parser.add_argument("--markdown", type=Path, help="written from the JSON file; nothing is run")
+    parser.add_argument("--here", action="store_true", help="in this process, to debug one model")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    assert transformers.LlamaForCausalLM is not None  # imports what all share, before the processes are forked
+    if arguments.markdown is not None:
+        path = arguments.json or RESULTS
+        arguments.markdown.write_text(markdown(read_json(path), json.loads(path.read_text())["machine"]))
+        return
+    before = read_json(arguments.json) if arguments.json is not None and arguments.json.exists() else []
+    known = {r.name: r for r in before}
+    chosen = architectures()
+    if arguments.only:
+        chosen = [a for a in chosen if not {a.name, a.model_type}.isdisjoint(arguments.only)]
+    if arguments.outcome:
+        chosen = [a for a in chosen if a.name in known and known[a.name].outcome in arguments.outcome]
+    if arguments.tasks:
+        chosen = [a for a in chosen if a.task in arguments.tasks]
+    if arguments.resume:
+        chosen = [a for a in chosen if a.name not in known or known[a.name].outcome in ("skipped", "timeout")]
+    elif len(chosen) == len(architectures()):
+        known = {}
+    rows: list[Row] = []
+    start = time.perf_counter()
+    for i, architecture in enumerate(chosen):
+        row = examine(architecture) if arguments.here else alone(architecture)
+        rows.append(row)
+        known[row.name] = row
+        took = time.perf_counter() - start
+        print(f"{i + 1}/{len(chosen)} {took:.0f}s {row.name}: {row.outcome} {row.reason[-160:]!r}", flush=True)
+        if arguments.json is not None:
+            order = {a.name: n for n, a in enumerate(architectures())}
+            write_json(arguments.json, sorted(known.values(), key=lambda r: order.get(r.name, 0)))
+    table = Table("task", *OUTCOMES)
+    for task, by_outcome in counts(rows).items():
+        table.add_row(task, *(str(n or "") for n in by_outcome.values()))
+    table.add_row("all", *(str(n) for n in totals(rows).values()))
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
