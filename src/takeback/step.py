@@ -11,7 +11,6 @@ explain   the report accounts for every byte                                    
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,44 +18,28 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.batch import take_apart
 from takeback.compiler.capture.derived import Derived, settle_
-from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
 from takeback.compiler.capture.modes import ambient
-from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture, capture
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.subject import Subject
-from takeback.compiler.capture.watch import Watch
 from takeback.compiler.explain.report import Report, build_report
-from takeback.compiler.layout import Layout
-from takeback.compiler.passes import Home
-from takeback.compiler.planning import plan_within, settings_for
-from takeback.compiler.program import Op, Program
-from takeback.compiler.run import allocator
-from takeback.compiler.run.allocator_executor import AllocatorExecutor
-from takeback.compiler.run.arena import SharedArena
-from takeback.compiler.run.arena_executor import ArenaExecutor
-from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.program import Op
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
-from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plain_step import plain_step
+from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Bits, Every, Once, Proof, Schedule, Thinning
-from takeback.compiler.run.recorded_step import RecordedStep
-from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
-from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError, StalePlanError
-from takeback.options import Options, cache_dir, compiler
+from takeback.options import Options
 
 
 def compile_step(
@@ -139,11 +122,6 @@ class CompiledStep:
         self.options = options
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
-        self._check_early()
-        on_cpu = subjects.device_of(model).type == "cpu"
-        self._native = allocator.load(cache_dir(), compiler()) if on_cpu else None
-        self._home = Home.ARENA if on_cpu else Home.ALLOCATOR
-        self._arena = SharedArena(self._native)
         self._plans = PlanCache(options.max_plans)
         self._turn = Turn()
         self._replays = 0
@@ -163,6 +141,8 @@ class CompiledStep:
             clip_norm=options.clip_norm,
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
+        self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
+        self._maker.check_early()
 
     @property
     def _last(self) -> Plan | None:
@@ -262,109 +242,24 @@ class CompiledStep:
         if missed is not None:
             self._plans.missed_(missed)
             self._news.read_(missed.site)
-        options, scaling = self.options, self._scaling
         subjects.check_surroundings()
-        subject = self._subject(leaves)
+        subject = self._maker.subject(leaves)
         self._derived = subject.derived
         self._news.note(key, changed)
-        self._check_early()
-        older, numbers = self._numbers_changed(key, leaves)
-        recorded = RecordedStep(
-            subject,
-            self._recipe,
-            scaling=scaling,
-            group=self._group,
-            measure=self._proof.measure,
-            recording=recorder(self._native, subjects.device_of(self._model)),
-            leave=self._native.off if self._native is not None else None,
-            in_one_piece=self._home is Home.ARENA,
-            revocable=options.has_target,  # the plan may turn out impossible when the step has been made
-            numbers=numbers,
-        )
-        results = recorded.run(
-            batch,
-            then=lambda got: self._plans.add_(self._plan(key, subject, self._bound(got, older, numbers), leaves)),
-            keep_grads=options.keep_grads,
-        )
+        self._maker.check_early()
+        older, numbers = self._plans.but_for_numbers(key, leaves)
+
+        def add_(got: Capture) -> None:
+            anew = reading_anew(got, older, numbers) if older is not None else None
+            if older is not None and anew is not None:
+                self._plans.drop_(older)
+            self._plans.add_(self._maker.plan(key, subject, anew or got, leaves))
+
+        recorded = self._maker.recorded(subject, self._proof.measure, numbers)
+        results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
-
-    def _numbers_changed(
-        self, key: Hashable, leaves: Sequence[torch.Tensor]
-    ) -> tuple[Plan | None, Sequence[NumberPlace]]:
-        """A plan that could be used but for numbers that the user has changed, and where they are."""
-        for plan in self._plans.under(key):
-            numbers = plan.watch.numbers_changed(leaves)
-            if numbers:
-                return plan, numbers
-        return None, ()
-
-    def _bound(self, got: Capture, older: Plan | None, numbers: Sequence[NumberPlace]) -> Capture:
-        """The recording with these numbers read anew in each step, where it only computes with them."""
-        if older is None or got.trace is None:
-            return got
-        program = bound(got.program, got.trace, older.original, [place.then for place in numbers])
-        if program is None:
-            return got
-        got.assumptions.leave_out_(numbers, got.trace.values)
-        self._plans.drop_(older)
-        return dataclasses.replace(got, program=program)
-
-    def _subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
-        return subjects.build(
-            self._model,
-            self._loss_fn,
-            self._optimizers,
-            leaves,
-            accumulate=self.options.accumulate,
-            clip_norm=self.options.clip_norm,
-            scaling=self._scaling,
-        )
-
-    def _check_early(self) -> None:
-        with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
-            check_early(self.options, self._optimizers)
-
-    def _plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
-        options, group = self.options, self._group
-        finished = finish_program(
-            got.program,
-            self._optimizers,
-            subject.parameters,
-            subject.names,
-            own_steps=why_own_steps(self._optimizers, self._scaling),
-            one_by_one=options.update == "early",
-            keep_grads=options.keep_grads,
-            scaling=self._scaling,
-        )
-        sharing = group.sharing if group is not None else None
-        seconds = cost_of(finished.program)
-        settings = settings_for(
-            finished.program, options, seconds, home=self._home, sharing=sharing, notes=seconds.notes
-        )
-        planned = plan_within(finished.program, finished.kept, options, settings)
-        return Plan(
-            key=key,
-            watch=Watch(subject, got.assumptions, leaves),
-            finished=finished,
-            executor=self._executor(planned.layout),
-            aux_form=got.aux_form,
-            has_aux=got.has_aux,
-            names=tuple(subject.names[id(p)] for p in subject.parameters),
-            step_s=planned.step_s,
-            added_s=planned.added_s,
-            numbers=numbers_of(planned.layout.draft.program),
-            aside=got.aside,
-            held=got.held,
-            notes=got.notes,
-        )
-
-    def _executor(self, layout: Layout) -> Executor:
-        reducer = self._group.reducer if self._group is not None else None
-        if self._home is Home.ALLOCATOR:
-            return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return ArenaExecutor(layout, self._arena, self._native, poison=self.options.poison, reducer=reducer)
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
@@ -393,8 +288,8 @@ class CompiledStep:
             run,
             updates_early=self.options.update == "early",
             in_group=self._group is not None,
-            give_back_=self._arena.give_back_,
-            record=functools.partial(self._record_aside, batch, leaves),
+            give_back_=self._maker.arena.give_back_,
+            record=functools.partial(self._maker.program_now, batch, leaves),
         )
         if due:
             return replay.beside_a_step()
@@ -403,15 +298,6 @@ class CompiledStep:
         except StalePlanError:
             self._plans.drop_(plan)
             raise
-
-    def _record_aside(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
-        """The step as it is now, recorded and taken back."""
-        with Transaction() as aside:
-            aside.at_end(self._recipe.drop_grads_)
-            aside.compute()
-            got = capture(self._subject(leaves), *batch, on_abort=aside.on_abort)
-            got.rewind_()
-        return got.program
 
     def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
         rehearse = plan.rehearsals < 2
@@ -446,7 +332,7 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = self._executor(layout)
+            plan.executor = self._maker.executor(layout)
             plan.proved = False  # other places: compared with eager once more
 
 

@@ -115,7 +115,7 @@ def race(
     ddp = DistributedDataParallel(theirs, process_group=group, find_unused_parameters=unused)
     step = tb.compile_step(ours, entropy, mine, group=group, **{"memory": "keep", **options})
     if streams:
-        step._home, step._native = Home.ALLOCATOR, None
+        step._maker.home, step._maker.native = Home.ALLOCATOR, None
     accumulate, clip_norm = options.get("accumulate", 1), options.get("clip_norm")
     for i in range(steps):
         batch = batches(i)

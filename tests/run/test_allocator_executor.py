@@ -23,8 +23,8 @@ from takeback.compiler.run.eager import eager_step
 def streamed(case: zoo.Case, **settings: Any) -> tb.CompiledStep:
     """A compiled step that lets torch's allocator place, though it runs on the CPU."""
     step = tb.compile_step(case.model, case.loss_fn, case.optimizer, **settings)
-    step._home = Home.ALLOCATOR
-    step._native = None  # and sees no scratch inside ops, as nobody measures it here
+    step._maker.home = Home.ALLOCATOR
+    step._maker.native = None  # and sees no scratch inside ops, as nobody measures it here
     return step
 
 
@@ -178,7 +178,7 @@ def test_returned_tensors_are_handed_on_and_never_written_again() -> None:
         return out.square().mean(), [out, out[1:], out]
 
     step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
-    step._home = Home.ALLOCATOR
+    step._maker.home = Home.ALLOCATOR
     seen: list[tuple[Tensor, Tensor]] = []
     for i in range(5):
         loss, aux = step(torch.full((4, 6), float(i)))
@@ -200,7 +200,7 @@ def test_parameter_that_the_optimizer_does_not_hold_trains_as_in_eager(streams: 
 
     (ours, optimizer), eager = make(), make()
     step = tb.compile_step(ours, loss_fn, optimizer)
-    step._home = Home.ALLOCATOR if streams else Home.ARENA
+    step._maker.home = Home.ALLOCATOR if streams else Home.ARENA
     for i in range(4):
         x = torch.full((32, 64), float(i + 1))
         assert torch.equal(step(x), eager_step(eager[0], loss_fn, eager[1], (x,)))

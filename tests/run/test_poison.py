@@ -17,5 +17,5 @@ def test_dead_bytes_are_filled_after_a_step_with_poison_alone(poison: bool) -> N
     step = tb.compile_step(model, lambda m, x: m(x).square().mean(), optimizer, memory="keep", poison=poison)
     for _ in range(4):
         step(torch.randn(16, 32))
-    filled = (step._arena.tensor == 255).float().mean().item()
+    filled = (step._maker.arena.tensor == 255).float().mean().item()
     assert filled > 0.99 if poison else filled < 0.1

@@ -86,7 +86,7 @@ class Pair:
         settings = {"keep_grads": True, "memory": "keep", **self.settings}
         self.step = tb.compile_step(self.model, self.loss_fn, self.optimizer, scaler=self.scaler, **settings)
         if self.streams:
-            self.step._home, self.step._native = Home.ALLOCATOR, None
+            self.step._maker.home, self.step._maker.native = Home.ALLOCATOR, None
 
     def state(self) -> dict[str, Tensor]:
         found = {k: v.detach().clone() for k, v in state_of(self.model, self.optimizer).items()}

@@ -209,7 +209,7 @@ def test_steady_steps_take_no_page_faults(optimizer: str, threads: int) -> None:
 def test_losses_that_are_kept_do_not_hold_the_arena() -> None:
     of = case("mlp")
     step = steady(of)
-    arena = step._arena.tensor
+    arena = step._maker.arena.tensor
     losses = [step(*of.batch) for _ in range(3)]
     for loss in losses:
         assert not arena.data_ptr() <= loss.data_ptr() < arena.data_ptr() + arena.numel()

@@ -13,6 +13,7 @@ from typing import Any, overload
 import torch
 
 from takeback.compiler.capture.aside import Aside
+from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.finish import Finished
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.update import Updates, lacks_state
@@ -101,6 +102,16 @@ class PlanCache(Sequence[Plan]):
         """The plans for batches of this key. Whether one applies is asked when its turn comes: a trial of the one
         before it may have changed that."""
         return tuple(plan for plan in self._plans if plan.key == key)
+
+    def but_for_numbers(
+        self, key: Hashable, leaves: Sequence[torch.Tensor]
+    ) -> tuple[Plan | None, Sequence[NumberPlace]]:
+        """A plan that could be used but for numbers that the user has changed, and where they are."""
+        for plan in self.under(key):
+            numbers = plan.watch.numbers_changed(leaves)
+            if numbers:
+                return plan, numbers
+        return None, ()
 
     def add_(self, plan: Plan) -> None:
         self._plans = (plan, *self._plans)[: self._most]
