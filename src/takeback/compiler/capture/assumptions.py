@@ -56,6 +56,11 @@ _VALUES = frozenset(
 _MOST_BYTES = 16 << 20  #: of one array; larger ones are held by identity only
 _PARTS = ("_parameters", "_buffers", "_modules")
 _TABLES = (*_PARTS, "_forward_hooks", "_forward_pre_hooks", *MODULE_HOOKS)  #: of a module, looked at whoever reads them
+#: What torch keeps beside the tables of hooks, which are looked at themselves.
+_BESIDE_HOOKS = (
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"),
+    *("_is_full_backward_hook", "_non_persistent_buffers_set"),
+)
 #: Objects of these are not looked into: what they hold is not the step's.
 _OPAQUE = frozenset(
     ("numpy", "threading", "logging", "io", "_io", "asyncio", "concurrent", "multiprocessing", "subprocess", "highspy")
@@ -131,6 +136,8 @@ class Assumptions:
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
         self._numbers: tuple[NumberPlace, ...] = ()  # read anew in each step
+        self._fast: _Identities | None = None  # made when first asked for
+        self._ordered: list[tuple[Any, tuple[str, ...]]] | None = None
         self._extra: set[str] = set()  # names that attrgetters ask for
         self._ids: set[int] = set()
         self._functions: set[int] = set()  # code of functions that were looked into
@@ -315,7 +322,7 @@ class Assumptions:
             self._types.append((value, kind, attributes, path))
         shallow = reads is None and origin_of_module(kind.__module__) == "torch" and not _is_looked_into(kind)
         if issubclass(kind, torch.nn.Module) and attributes is not None:
-            yield from self._table(attributes, path, reads, skip=_TABLES)
+            yield from self._table(attributes, path, reads, skip=(*_TABLES, *_BESIDE_HOOKS))
             for name in _TABLES:
                 table = attributes.get(name)
                 if table is not None:
@@ -450,6 +457,7 @@ class Assumptions:
         strided = (t for t in before.tensors if t.layout is torch.strided and id(t) not in known)
         found = {id(t): t for t in strided if t.untyped_storage()._cdata in used}
         if wanted := found.keys():
+            self._fast = None
             self.tensors += found.values()
             self._items += [place for place in before._items if id(place[2]) in wanted]
             self._indexed += [place for place in before._indexed if id(place[2]) in wanted]
@@ -468,6 +476,8 @@ class Assumptions:
     def change(self, within: set[Place] | None = None, but: Collection[Place] = ()) -> str | None:
         """None while everything is as it was; else what changed, from what to what. `within`: only these places; `but`:
         not these numbers."""
+        if within is None and not but and self._is_the_very_same():
+            return None
         if any(self._containers):
             for container, reads, path in self._empty:
                 for name in container if isinstance(container, dict) else range(len(container)):
@@ -521,6 +531,54 @@ class Assumptions:
                 return f"{path} has other members"
         return None
 
+    def _is_the_very_same(self) -> bool:
+        """Whether in every place is the very object that was there. A quick look, made before every replay: False says
+        that a closer one is needed."""
+        fast = self._fast = self._fast or _Identities.of(self._items, self._indexed)
+        same = operator.is_
+        try:
+            for container, get, values in fast.groups:
+                if not all(map(same, get(container), values)):
+                    return False
+            for container, key in fast.absent:
+                if key in container:
+                    return False
+            for container, name, value, _ in self._attributes:
+                if getattr(container, name) is not value:
+                    return False
+        except Exception:
+            return False
+        if any(self._containers) or any(len(c) != size for c, size, _ in self._lengths):
+            return False
+        dict_of = object.__getattribute__
+        for value, kind, table, _ in self._types:
+            if type(value) is not kind or (table is not None and dict_of(value, "__dict__") is not table):
+                return False
+        if any(tuple(table) != order for table, order in self._table_orders()):
+            return False
+        rest = self._orders or self._calls or self._arrays or self._sets or self._numbers or fast.others
+        return not rest or self._rest_is_the_same(fast.others)
+
+    def _table_orders(self) -> list[tuple[Any, tuple[str, ...]]]:
+        """The names in each `__dict__`, in order: compared so, they take a fraction of a comparison of sets."""
+        if self._ordered is None:
+            self._ordered = [(table, tuple(table)) for table, keys, _, _ in self._tables if table.keys() == keys]
+            if len(self._ordered) < len(self._tables):  # one has changed since it was looked at
+                ordered, self._ordered = self._ordered, None
+                return [*ordered, ({}, ("",))]
+        return self._ordered
+
+    def _rest_is_the_same(self, others: Sequence[tuple[Any, Any, object, str]]) -> bool:
+        """What is not compared by identity, or not in a plain dict, list or tuple."""
+        return (
+            all(dict.get(c, k, _MISSING) is v if _is(c, dict) else c[k] is v for c, k, v, _ in others)
+            and all(tuple(dict.keys(mapping)) == order for mapping, order, _ in self._orders)
+            and all(type(place.read()) is float for place in self._numbers)
+            and all(function() is value for function, value, _ in self._calls)
+            and all(_content(held) == content for held, content, _ in self._arrays)
+            and all(then == members for members, then, _ in self._sets)
+        )
+
     def numbers_changed(self) -> tuple[NumberPlace, ...]:
         """The places of numbers that are others now, if they can be written and nothing else has changed."""
         found = []
@@ -539,6 +597,7 @@ class Assumptions:
     def leave_out_(self, places: Sequence[NumberPlace], values: Sequence[float]) -> None:
         """These, which had such values, are read anew in each step: they must be numbers, whichever."""
         self._numbers = tuple(replace(place, then=value) for place, value in zip(places, values, strict=True))
+        self._fast = None
         out = {place.place for place in places}
         self._items = [p for p in self._items if (id(p[0]), p[1]) not in out]
         self._indexed = [p for p in self._indexed if (id(p[0]), p[1]) not in out]
@@ -585,6 +644,35 @@ class Assumptions:
         for container, name, value, _ in self._attributes:
             if _get(container, name) is not value and (within is None or (id(container), name) in within):
                 setattr(container, name, value)
+
+
+@dataclass(frozen=True)
+class _Identities:
+    """Places grouped by their container: what is in each is fetched and compared in one go."""
+
+    groups: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]], tuple[object, ...]], ...]
+    absent: tuple[tuple[Any, Any], ...]  #: where nothing was
+    others: tuple[tuple[Any, Any, object, str], ...]  #: in containers with a way of their own
+
+    @classmethod
+    def of(cls, *lists: Sequence[tuple[Any, Any, object, str]]) -> _Identities:
+        grouped: dict[int, list[tuple[Any, Any, object, str]]] = {}
+        others: list[tuple[Any, Any, object, str]] = []
+        absent: list[tuple[Any, Any]] = []
+        for place in itertools.chain(*lists):
+            if place[2] is _MISSING:
+                absent.append(place[:2])
+                continue
+            plain = type(place[0]) in (dict, list, tuple, types.MappingProxyType)
+            (grouped.setdefault(id(place[0]), []) if plain else others).append(place)
+        groups = []
+        for places in grouped.values():
+            keys = [key for _, key, _, _ in places]
+            # Of one key alone an itemgetter gives no tuple: it is asked for twice.
+            get: Any = operator.itemgetter(*(keys if len(keys) > 1 else keys * 2))
+            values = tuple(value for _, _, value, _ in places)
+            groups.append((places[0][0], get, values if len(keys) > 1 else values * 2))
+        return cls(tuple(groups), tuple(absent), tuple(others))
 
 
 class _Relevant(frozenset[str]):
