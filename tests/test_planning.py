@@ -182,3 +182,10 @@ def test_nothing_is_rebuilt_where_the_budget_is_large() -> None:
     assert plan.added_s == 0
     assert plan.layout.draft.rebuilt == frozenset()
     assert planned(program, "keep").layout.draft.rebuilt == frozenset()
+
+
+@pytest.mark.parametrize("name", ["dit", "ssm"])
+def test_auto_peaks_at_no_more_than_0_7_of_eagers(name: str) -> None:
+    of = zoo.case(name, optimizer="adamw")
+    report = tb.predict(of.model, of.loss_fn, of.optimizer, *of.batch)
+    assert report.peak_bytes - report.resident_bytes <= 0.7 * (report.eager_peak_bytes - report.resident_bytes)

@@ -135,8 +135,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: what is read of an object is not noted",
         "compiler/capture/ran.py",
-        "            known.add(name)\n",
-        "",
+        "                known.add(name)\n",
+        "                pass\n",
         ("tests/step/test_changes.py::test_change_takes_effect[attribute of an object]",),
     ),
     PlantedFault(
