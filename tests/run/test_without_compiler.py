@@ -162,6 +162,7 @@ def copying_compiler(tmp_path: Path) -> str:
     return str(script)
 
 
+@pytest.mark.slow
 def test_cache_folder_that_is_a_file_warns_once_and_still_places(tmp_path: Path, copying_compiler: str) -> None:
     (tmp_path / "cache").write_text("in the way")
     out = run_script(tmp_path, CXX=copying_compiler, TAKEBACK_CACHE=str(tmp_path / "cache"))

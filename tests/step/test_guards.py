@@ -543,7 +543,13 @@ CHANGED_NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("make", CHANGED_NUMBERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(f, marks=() if i % 4 == 0 else pytest.mark.slow, id=f.__name__)
+        for i, f in enumerate(CHANGED_NUMBERS)
+    ],
+)
 @pytest.mark.filterwarnings("ignore:takeback made:RuntimeWarning")
 def test_number_changed_between_steps_takes_effect(make: Callable[[], Setup]) -> None:
     assert_right_or_refused(make)

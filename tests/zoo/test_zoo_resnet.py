@@ -63,6 +63,7 @@ def test_basic_block_matches_the_plain_formula() -> None:
     torch.testing.assert_close(block(images), (branch + shortcut).clamp(min=0))
 
 
+@pytest.mark.slow
 def test_small_resnet_learns_the_shapes() -> None:
     built = case("resnet")
     for _, (images, labels) in zip(range(100), shape_batches(32, 32, seed=1), strict=False):
