@@ -3,8 +3,8 @@
     python benchmarks/transformers_models.py [--only NAME ...] [--json FILE] [--markdown FILE]
 
 Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
-with the config's own dropout. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
-cannot train at this size is skipped. Each model has a process and 90 seconds.
+with dropout as configured. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
+cannot train at this size is skipped. Each model has a process and a minute.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
 
-import takeback as tb  # noqa: E402
-from common import machine  # noqa: E402
-from takeback.errors import TakebackError  # noqa: E402
-from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of  # noqa: E402
+import takeback as tb
+from common import machine
+from takeback.errors import TakebackError
+from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
-SECONDS = 90.0
+SECONDS = 60.0
 OUTCOMES = ("equal", "equal, several plans", "refused", "differs", "foreign exception", "timeout", "skipped")
 
 
@@ -83,7 +83,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in (*model.named_parameters(), *model.named_buffers())}
+    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def eager(model: Any, batch: Batches) -> list[torch.Tensor]:
@@ -147,10 +147,24 @@ def said(error: TakebackError) -> str:
     return " ".join(str(error).split())
 
 
-def why_several(step: Any, leaves: Sequence[torch.Tensor]) -> str:
+def why_several(step: Any, leaves: Sequence[torch.Tensor], sites: Sequence[str]) -> str:
     """What the plans that were not used last do not have in common with the last step."""
-    reasons = [plan.change(leaves) or "a value read from a tensor is another" for plan in list(step._plans)[1:]]
-    return "; ".join(dict.fromkeys(reasons))
+    changes = [plan.change(leaves) for plan in list(step._plans)[1:]]
+    read = [f"another value is read from a tensor at {site}" for site in sites]
+    return "; ".join(dict.fromkeys([*(c for c in changes if c is not None), *read]))
+
+
+def sites_of_misses(step: Any) -> list[str]:
+    """Filled with the lines at which a step reads another value into Python than its plans hold."""
+    found: list[str] = []
+    tell = step._news.read_
+
+    def read_(site: Any) -> None:
+        found.append(site.describe() if site is not None else "an unknown line")
+        tell(site)
+
+    step._news.read_ = read_
+    return found
 
 
 def examine(architecture: Architecture) -> Row:
@@ -172,6 +186,7 @@ def examine(architecture: Architecture) -> Row:
     losses = []
     try:
         step = tb.compile_step(ours, loss_of, optimizer_of(ours), memory="keep")
+        sites = sites_of_misses(step)
         for i in range(STEPS):
             given = batch(i)
             seed(100 + i)
@@ -195,7 +210,7 @@ def examine(architecture: Architecture) -> Row:
     row |= {"places": len(plan.watch._assumptions.places()), "check_ms": round(1e3 * seconds_of_check(plan, leaves), 3)}
     if len(step._plans) == 1 and step._replays >= 2:
         return Row(**row, outcome="equal")
-    return Row(**row, outcome="equal, several plans", reason=why_several(step, leaves))
+    return Row(**row, outcome="equal, several plans", reason=why_several(step, leaves, sites))
 
 
 def seconds_of_check(plan: Any, leaves: Sequence[torch.Tensor]) -> float:
