@@ -144,14 +144,19 @@ def one_line(error: BaseException) -> str:
 
 
 def said(error: TakebackError) -> str:
-    return " ".join(str(error).split())
+    return shortened(" ".join(str(error).split()))
+
+
+def shortened(text: str) -> str:
+    """Files by their place in a package."""
+    return re.sub(r"/\S*/site-packages/", "", text)
 
 
 def why_several(step: Any, leaves: Sequence[torch.Tensor], sites: Sequence[str]) -> str:
     """What the plans that were not used last do not have in common with the last step."""
     changes = [plan.change(leaves) for plan in list(step._plans)[1:]]
     read = [f"another value is read from a tensor at {site}" for site in sites]
-    return "; ".join(dict.fromkeys([*(c for c in changes if c is not None), *read]))
+    return shortened("; ".join(dict.fromkeys([*(c for c in changes if c is not None), *read])))
 
 
 def sites_of_misses(step: Any) -> list[str]:
@@ -266,14 +271,27 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 def cause(row: Row) -> str:
     """A reason without what is this model's own: its line, names and numbers."""
+    if read := re.search(r"another value is read from a tensor at \S+ in \S+: (.*?)\s*(#.*|; .*)?$", row.reason):
+        return f"another value is read from a tensor: `{read[1]}`"
+    if row.outcome == "timeout":
+        return "eager and takeback together take longer than a minute here"
     text = re.sub(
-        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | that was| takes|; a |$)",
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
         "",
         row.reason,
     )
     text = re.split(r"(?<=[^A-Z.])\. (?=[A-Z])", text.removeprefix("CaptureError: "))[0]
     text = re.sub(r"\b(model|loss_fn)\.[\w.\[\]']+", "…", text)
     return re.sub(r"\b\d[\d,.]*\b", "…", text).rstrip(".")
+
+
+#: What was tried and gives eager's bits from one plan, by a part of the reason.
+ADVICE = {
+    "draws other random numbers the first time": "run the model once before the first step (tried: BigBird)",
+    "without torch's dispatcher": "`PYTORCH_JIT=0` in the environment (tried: both)",
+    "index.Tensor gives a tensor whose shape depends on the data, so": "`apply_spec_augment=False` in the config of "
+    "speech models (tried: Wav2Vec2, Hubert)",
+}
 
 
 def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
@@ -301,19 +319,23 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
     lines += [f"| **all** | {' | '.join(str(totals(rows)[o]) for o in shown)} |", ""]
     lines += [
         "skipped: eager does not train it at this size, or it needs a package or inputs that are not here. Models of "
-        "images and text are given text alone.",
+        "images and text are given text alone. Not run: "
+        f"{len(architectures()) - len(rows)} base models of {len(architectures())} architectures in all.",
         "",
         "## What is not equal from one plan, and why",
         "",
-        "| outcome | reason | architectures |",
-        "|---|---|---|",
+        "| outcome | reason | architectures | what helps |",
+        "|---|---|---|---|",
     ]
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for r in sorted(trained, key=lambda r: OUTCOMES.index(r.outcome)):
         if r.outcome != "equal":
-            groups.setdefault((r.outcome, cause(r)), []).append(r.name)
-    for (outcome, why), names in sorted(groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])):
-        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} |")
+            advice = next((a for part, a in ADVICE.items() if part in r.reason), "")
+            groups.setdefault((r.outcome, cause(r), advice), []).append(r.name)
+    for (outcome, why, advice), names in sorted(
+        groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])
+    ):
+        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} | {advice} |")
     lines += ["", "## What is equal", ""]
     for task in counts(rows):
         if names := [r.name for r in equal if r.task == task]:
