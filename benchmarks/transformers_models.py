@@ -274,7 +274,7 @@ def cause(row: Row) -> str:
     if read := re.search(r"another value is read from a tensor at \S+ in \S+: (.*?)\s*(#.*|; .*)?$", row.reason):
         return f"another value is read from a tensor: `{read[1]}`"
     if row.outcome == "timeout":
-        return "eager and takeback together take longer than a minute here"
+        return "building, eager and takeback did not end within a minute; not looked into"
     text = re.sub(
         r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
         "",
