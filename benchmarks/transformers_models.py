@@ -3,8 +3,8 @@
     python benchmarks/transformers_models.py [--only NAME ...] [--json FILE] [--markdown FILE]
 
 Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
-with the config's own dropout. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
-cannot train at this size is skipped. Each model has a process and 90 seconds.
+with dropout as configured. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
+cannot train at this size is skipped. Each model has a process and a minute.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
 
-import takeback as tb  # noqa: E402
-from common import machine  # noqa: E402
-from takeback.errors import TakebackError  # noqa: E402
-from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of  # noqa: E402
+import takeback as tb
+from common import machine
+from takeback.errors import TakebackError
+from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
-SECONDS = 90.0
+SECONDS = 60.0
 OUTCOMES = ("equal", "equal, several plans", "refused", "differs", "foreign exception", "timeout", "skipped")
 
 
@@ -83,7 +83,7 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
 
 
 def tensors_of(model: Any) -> dict[str, torch.Tensor]:
-    return {k: v for k, v in (*model.named_parameters(), *model.named_buffers())}
+    return dict((*model.named_parameters(), *model.named_buffers()))
 
 
 def eager(model: Any, batch: Batches) -> list[torch.Tensor]:
@@ -144,13 +144,32 @@ def one_line(error: BaseException) -> str:
 
 
 def said(error: TakebackError) -> str:
-    return " ".join(str(error).split())
+    return shortened(" ".join(str(error).split()))
 
 
-def why_several(step: Any, leaves: Sequence[torch.Tensor]) -> str:
+def shortened(text: str) -> str:
+    """Files by their place in a package."""
+    return re.sub(r"/\S*/site-packages/", "", text)
+
+
+def why_several(step: Any, leaves: Sequence[torch.Tensor], sites: Sequence[str]) -> str:
     """What the plans that were not used last do not have in common with the last step."""
-    reasons = [plan.change(leaves) or "a value read from a tensor is another" for plan in list(step._plans)[1:]]
-    return "; ".join(dict.fromkeys(reasons))
+    changes = [plan.change(leaves) for plan in list(step._plans)[1:]]
+    read = [f"another value is read from a tensor at {site}" for site in sites]
+    return shortened("; ".join(dict.fromkeys([*(c for c in changes if c is not None), *read])))
+
+
+def sites_of_misses(step: Any) -> list[str]:
+    """Filled with the lines at which a step reads another value into Python than its plans hold."""
+    found: list[str] = []
+    tell = step._news.read_
+
+    def read_(site: Any) -> None:
+        found.append(site.describe() if site is not None else "an unknown line")
+        tell(site)
+
+    step._news.read_ = read_
+    return found
 
 
 def examine(architecture: Architecture) -> Row:
@@ -172,6 +191,7 @@ def examine(architecture: Architecture) -> Row:
     losses = []
     try:
         step = tb.compile_step(ours, loss_of, optimizer_of(ours), memory="keep")
+        sites = sites_of_misses(step)
         for i in range(STEPS):
             given = batch(i)
             seed(100 + i)
@@ -195,7 +215,7 @@ def examine(architecture: Architecture) -> Row:
     row |= {"places": len(plan.watch._assumptions.places()), "check_ms": round(1e3 * seconds_of_check(plan, leaves), 3)}
     if len(step._plans) == 1 and step._replays >= 2:
         return Row(**row, outcome="equal")
-    return Row(**row, outcome="equal, several plans", reason=why_several(step, leaves))
+    return Row(**row, outcome="equal, several plans", reason=why_several(step, leaves, sites))
 
 
 def seconds_of_check(plan: Any, leaves: Sequence[torch.Tensor]) -> float:
@@ -251,14 +271,27 @@ def totals(rows: Sequence[Row]) -> dict[str, int]:
 
 def cause(row: Row) -> str:
     """A reason without what is this model's own: its line, names and numbers."""
+    if read := re.search(r"another value is read from a tensor at \S+ in \S+: (.*?)\s*(#.*|; .*)?$", row.reason):
+        return f"another value is read from a tensor: `{read[1]}`"
+    if row.outcome == "timeout":
+        return "building, eager and takeback did not end within a minute; not looked into"
     text = re.sub(
-        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | that was| takes|; a |$)",
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
         "",
         row.reason,
     )
     text = re.split(r"(?<=[^A-Z.])\. (?=[A-Z])", text.removeprefix("CaptureError: "))[0]
     text = re.sub(r"\b(model|loss_fn)\.[\w.\[\]']+", "…", text)
     return re.sub(r"\b\d[\d,.]*\b", "…", text).rstrip(".")
+
+
+#: What was tried and gives eager's bits from one plan, by a part of the reason.
+ADVICE = {
+    "draws other random numbers the first time": "run the model once before the first step (tried: BigBird)",
+    "without torch's dispatcher": "`PYTORCH_JIT=0` in the environment (tried: both)",
+    "index.Tensor gives a tensor whose shape depends on the data, so": "`apply_spec_augment=False` in the config of "
+    "speech models (tried: Wav2Vec2, Hubert)",
+}
 
 
 def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
@@ -286,19 +319,23 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
     lines += [f"| **all** | {' | '.join(str(totals(rows)[o]) for o in shown)} |", ""]
     lines += [
         "skipped: eager does not train it at this size, or it needs a package or inputs that are not here. Models of "
-        "images and text are given text alone.",
+        "images and text are given text alone. Not run: "
+        f"{len(architectures()) - len(rows)} base models of {len(architectures())} architectures in all.",
         "",
         "## What is not equal from one plan, and why",
         "",
-        "| outcome | reason | architectures |",
-        "|---|---|---|",
+        "| outcome | reason | architectures | what helps |",
+        "|---|---|---|---|",
     ]
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for r in sorted(trained, key=lambda r: OUTCOMES.index(r.outcome)):
         if r.outcome != "equal":
-            groups.setdefault((r.outcome, cause(r)), []).append(r.name)
-    for (outcome, why), names in sorted(groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])):
-        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} |")
+            advice = next((a for part, a in ADVICE.items() if part in r.reason), "")
+            groups.setdefault((r.outcome, cause(r), advice), []).append(r.name)
+    for (outcome, why, advice), names in sorted(
+        groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])
+    ):
+        lines.append(f"| {outcome} | {why.replace('|', '/')} | {', '.join(names)} | {advice} |")
     lines += ["", "## What is equal", ""]
     for task in counts(rows):
         if names := [r.name for r in equal if r.task == task]:

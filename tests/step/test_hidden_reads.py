@@ -298,3 +298,19 @@ def _search(ops: Sequence[Any], most: int) -> int:
                     hidden.add(op.name)
     assert hidden == {"tensor_split"}
     return tried
+
+
+def test_whole_numbers_inside_of_vmap_are_recorded_as_they_are() -> None:
+    """As transformers makes masks: batched places, and a mask that is not batched."""
+
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        def sees(i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+            return i.new_ones((), dtype=torch.bool) & (j <= i) & allowed[j]
+
+        each = torch.vmap(torch.vmap(sees, in_dims=(None, 0)), in_dims=(0, None))
+        places = torch.arange(6)
+        return (model(x) * each(places, places)).pow(2).mean()
+
+    g = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(6, 6, generator=g), torch.rand(6, generator=g) < 0.7) for _ in range(3)]
+    assert plans_made(torch.nn.Linear(6, 6), loss_fn, batches) == [True, False, False]

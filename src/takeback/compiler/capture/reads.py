@@ -61,12 +61,18 @@ class Reads(TorchFunctionMode):
         """Those without whose bytes the call does not dispatch the ops that it did."""
         numbers = list({id(t): t for t in tensors if is_whole(t) and t.numel()}.values())
         key = (call.func, call.seen, form_of((call.args, call.kwargs)))
-        if not numbers or key in self._proved or _is_own_kernel(call):
+        if not numbers or key in self._proved or _is_own_kernel(call) or any(map(_is_wrapped, tensors)):
             return []
         if not needs_bytes(call, numbers):
             self._proved.add(key)
             return []
         return [t for t in numbers if needs_bytes(call, [t])] or numbers
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether it stands for many tensors, or for one in a transform (torch.func.vmap, grad): it has no bytes of its own
+    to try without, and torch reads none of it. Checked on 2.13."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def _is_own_kernel(call: Call) -> bool:

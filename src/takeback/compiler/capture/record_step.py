@@ -400,8 +400,8 @@ def _kept(
     if orphan is not None:
         return (
             f"{orphan.name}{at(orphan.site)} reads a tensor that was made inside the step without torch's dispatcher "
-            f"(numpy, a C++ extension). A replay would use the same data for ever. Make it before the step and pass "
-            f"it in."
+            f"(numpy, a TorchScript function, a C++ extension). A replay would use the same data for ever. Make it "
+            f"before the step and pass it in; TorchScript can be turned off by PYTORCH_JIT=0 in the environment."
         )
     drawn = before.drawn(within) or assumptions.iterator()
     if drawn is not None:
