@@ -184,7 +184,7 @@ def test_nothing_is_rebuilt_where_the_budget_is_large() -> None:
     assert planned(program, "keep").layout.draft.rebuilt == frozenset()
 
 
-@pytest.mark.parametrize("name", ["dit", "ssm"])
+@pytest.mark.parametrize("name", quick_ones(["dit", "ssm"], ["dit"]))
 def test_auto_peaks_at_no_more_than_0_7_of_eagers(name: str) -> None:
     of = zoo.case(name, optimizer="adamw")
     report = tb.predict(of.model, of.loss_fn, of.optimizer, *of.batch)

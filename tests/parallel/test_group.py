@@ -53,6 +53,7 @@ def test_two_ranks(two: dict[str, list[str]], scenario: str) -> None:
     assert two[scenario] == [FINE, FINE], "\n".join(two[scenario])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", FOUR)
 def test_four_ranks(four: dict[str, list[str]], scenario: str) -> None:
     assert four[scenario] == [FINE] * 4, "\n".join(four[scenario])

@@ -144,6 +144,7 @@ def test_broken_compiler_warns_once_and_gives_the_same_bits(tmp_path: Path) -> N
     assert out.count("the native CPU allocator is not available") == 1
 
 
+@pytest.mark.slow
 def test_compiler_missing_but_cache_filled_still_places(tmp_path: Path) -> None:
     """The cached library was built for this torch; its key must not need the compiler that built it."""
     assert allocator.load() is not None

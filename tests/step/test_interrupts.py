@@ -541,7 +541,7 @@ def test_ctrl_c_in_the_check_of_an_early_update_leaves_no_mode_behind(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     course = Course(adamw, update="early", memory="keep")
-    monkeypatch.setattr("takeback.step.check_early", left_half_way)
+    monkeypatch.setattr("takeback.compiler.run.plan_maker.check_early", left_half_way)
     with pytest.raises(KeyboardInterrupt):
         course.compile() if when == "compile" else course.take()
     assert torch._C._len_torch_dispatch_stack() == 0

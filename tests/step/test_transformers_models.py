@@ -204,7 +204,7 @@ def _quiet_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-QUICK = ("gpt2", "gpt2-padding", "gpt2-checkpoints", "llama-padding", "bert-classification", "vit")
+QUICK = ("gpt2", "gpt2-checkpoints", "llama-padding", "bert-classification")
 
 
 @pytest.mark.parametrize("name", quick_ones(MODELS, QUICK))

@@ -97,11 +97,13 @@ class Readers:
                 continue
             alive.append((id(tensor), tensor.requires_grad, region))
             if tensor.requires_grad and tensor.grad_fn is not None:
-                others.add(tensor.grad_fn)
+                if self.call.alone:
+                    others.add(tensor.grad_fn)
             elif tensor.is_leaf and (self.call.alone or id(tensor) in leaves):
                 self.see_grad(tensor)
-        if not self.call.alone:  # the engine sets a `.grad` without the GIL: to read it meanwhile may crash
-            self._skipped["the .grads of other backwards, while another thread trains"] += 1
+        if not self.call.alone:  # the engine sets a `.grad` and frees what a node saved without the GIL: to read either
+            # meanwhile may crash
+            self._skipped["the .grads and graphs of other backwards, while another thread trains"] += 1
         own = list(self.graph.known.values())
         for known in self.graph.add(others):
             known.executes = False
