@@ -9,9 +9,11 @@ what they import. So what exists before a file's tests is set aside.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import gc
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -72,3 +74,30 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of what a step computes: any choice of what to rebuild has eager's bits, so a fair one will do."""
     for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
         monkeypatch.setattr(recompute, name, 4)
+
+
+#: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases that
+#: catch a planted fault stay quick.
+THINNED = {
+    "nn/test_activated_kernels.py": 3,
+    "nn/test_abn.py": 3,
+    "nn/test_norm_kernels.py": 3,
+    "nn/test_row_step_kernels.py": 3,
+    "nn/test_nn_rows.py": 3,
+    "step/test_every_op.py": 2,
+    "step/test_hazard_graphs.py": 2,
+    "guard/test_guard_silent.py": 2,
+    "hazards/test_ours.py": 2,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    catching = set(re.findall(r'"(tests/[^"]+)"', (Path(__file__).parent / "faults" / "faults.py").read_text()))
+    seen: collections.Counter[str] = collections.Counter()
+    for item in items:
+        file = item.path.relative_to(Path(__file__).parent).as_posix()
+        every = THINNED.get(file, 1)
+        function = item.nodeid.split("[")[0]
+        if seen[function] % every and item.nodeid not in catching:
+            item.add_marker(pytest.mark.slow)
+        seen[function] += 1
