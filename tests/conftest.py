@@ -76,8 +76,8 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(recompute, name, 4)
 
 
-#: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases that
-#: catch a planted fault stay quick.
+#: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases
+#: that catch a planted fault stay quick.
 THINNED = {
     "nn/test_activated_kernels.py": 3,
     "nn/test_abn.py": 3,
