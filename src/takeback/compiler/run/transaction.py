@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -59,10 +60,13 @@ class Gate:
     def leave_(self) -> None:
         """Call it last: what was kept is raised here."""
         self.open = False
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
+        previous = self._previous
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
         if self._pending:
-            signal.raise_signal(signal.SIGINT)
+            # Called, not signalled: a signal is found a little later, perhaps in a finalizer, which drops what is raised.
+            assert callable(previous)
+            previous(signal.SIGINT, sys._getframe())
 
 
 def _is_clean_up(frame: FrameType | None) -> bool:
