@@ -64,7 +64,7 @@ class Gate:
         if previous is not None:
             signal.signal(signal.SIGINT, previous)
         if self._pending:
-            # Called, not signalled: a signal is found a little later, perhaps in a finalizer, which drops what is raised.
+            # Called, not signalled: a signal is found later, perhaps in a finalizer, which drops what is raised.
             assert callable(previous)
             previous(signal.SIGINT, sys._getframe())
 
