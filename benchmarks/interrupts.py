@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import itertools
 import json
@@ -20,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -148,6 +149,7 @@ class Tally:
     struck: dict[str, int] = field(default_factory=collections.Counter)  #: interrupts that hit, by kind of step
     stayed: dict[str, int] = field(default_factory=collections.Counter)  #: of these, how often the step was made
     missed: int = 0  #: the timer came after the step
+    swallowed: int = 0  #: struck where Python itself drops exceptions: in a `__del__`, a collector's callback
     choices: set[Choice] = field(default_factory=set)
     faults: dict[str, int] = field(default_factory=collections.Counter)
     examples: dict[str, str] = field(default_factory=dict)
@@ -161,6 +163,25 @@ class Tally:
         if kind not in self.examples:
             self.examples[kind] = example
             print(f"== {kind}\n{example}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def swallowed(tally: Tally) -> Iterator[None]:
+    """Python drops what is raised in finalizers and in callbacks of the garbage collector (hypothesis has one), and
+    calls a hook. There a Ctrl-C is lost, with or without a compiled step: it is counted."""
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            tally.swallowed += 1
+        else:
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 class Fault(Exception):
@@ -230,13 +251,14 @@ class Course:
             signal.raise_signal(signal.SIGINT)
 
         signal.signal(signal.SIGALRM, strike)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
-            self.step(*given)
+        with swallowed(self.tally):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
+                self.step(*given)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                pass
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:
-            pass
-        signal.setitimer(signal.ITIMER_REAL, 0)
         if not where:
             self.done += 1
             self.tally.missed += 1
@@ -345,6 +367,7 @@ def main() -> None:
         "by kind of step": dict(tally.struck),
         "after which the step had been made": dict(tally.stayed),
         "timers that came too late": tally.missed,
+        "dropped by Python, in a finalizer": tally.swallowed,
         "combinations of options": len(tally.choices),
         "faults": dict(tally.faults),
     }
