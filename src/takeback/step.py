@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import take_apart
+from takeback.compiler.capture.batch import outline_of, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -231,7 +231,7 @@ class CompiledStep:
 
     def _record(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
         batch: Batch,
         leaves: Sequence[torch.Tensor],
         missed: Op | None,
@@ -248,14 +248,16 @@ class CompiledStep:
         self._news.note(key, changed)
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
+        outline = (outline_of(batch), *key[1:])
+        kin = self._plans.kin(outline, leaves) if older is None else None
 
-        def add_(got: Capture) -> None:
+        def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, subject, anew or got, leaves))
+            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling))
 
-        recorded = self._maker.recorded(subject, self._proof.measure, numbers)
+        recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
         results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
@@ -267,10 +269,11 @@ class CompiledStep:
         """A replay, compared with eager where that is due."""
         self._replays += 1
         plan.replays += 1
+        plan.family.replays += 1
         proof = self._proof
         run = functools.partial(self._replay, plan, leaves)
         due = proof.is_due(proved=plan.proved, replays=self._replays)
-        if not due and (plan.unsampled is not None or not proof.samples(plan.replays)):
+        if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
             return run()
         beside = BesideEager(
             proof,
@@ -332,8 +335,8 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = self._maker.executor(layout)
-            plan.proved = False  # other places: compared with eager once more
+            plan.executor = self._maker.executor(layout, plan.family.codes)
+            plan.proved = plan.is_sibling  # other places: compared with eager once more, but of a family the first
 
 
 def _schedule(verify_every: int | None) -> Schedule:

@@ -19,6 +19,7 @@ from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Plac
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
+from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
@@ -60,6 +61,7 @@ class Capture:
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
     notes: tuple[str, ...] = ()
     random_ends: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)  #: where the step left them
+    kin: Kin | None = None  #: for a recording of the same step with other shapes
 
 
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
@@ -74,10 +76,12 @@ def capture(
     real: bool = True,
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
-    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them."""
-    first = _look(subject, args, kwargs)
+    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
+    `kin`: of an earlier recording, whose assumptions all hold."""
+    first = _look(subject, args, kwargs) if kin is None else kin.before
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
     }
@@ -92,7 +96,7 @@ def capture(
                     return _attempt(subject, args, kwargs, first, recording, real, on_abort, numbers)
                 for generator, state in states:
                     generator.set_state(state)
-            return _attempt(subject, args, kwargs, first, recording, real, on_abort)
+            return _attempt(subject, args, kwargs, first, recording, real, on_abort, kin=kin)
         except _KeptState as kept:
             for generator, state in states:
                 generator.set_state(state)
@@ -183,6 +187,7 @@ def _attempt(
     real: bool,
     on_abort: Callable[[Callable[[], None]], None],
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     onlooker = Onlooker(before.objects)
     on_abort(onlooker.stop_)
@@ -217,8 +222,15 @@ def _attempt(
             for p in subject.parameters:
                 p.grad = None
             raise
-    look = functools.partial(_look, subject, args, kwargs, onlooker.seen)
-    got = _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
+
+    def look() -> Kin:
+        seen = onlooker.seen
+        if kin is not None and kin.covers(seen):
+            return kin
+        assumptions = _look(subject, args, kwargs, seen)
+        return Kin(before, assumptions, assumptions.places(), seen)
+
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 
@@ -319,8 +331,7 @@ def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torc
 def _finish(
     subject: Subject,
     recorder: Recorder,
-    before: Assumptions,
-    look: Callable[[], Assumptions],
+    look: Callable[[], Kin],
     ran: _Ran,
     events: Sequence[AllocatorEvent],
 ) -> Capture:
@@ -333,8 +344,8 @@ def _finish(
     given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
     settle_(subject.derived)
-    assumptions = look()
-    within = assumptions.places()
+    kin = look()
+    before, assumptions, within = kin.before, kin.assumptions, kin.within
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
         recorder.rewind_()
@@ -368,6 +379,7 @@ def _finish(
         tuple(holder for holder, _ in made),
         tuple(_notes(ran.foreign)),
         recorder.random_ends,
+        kin,
     )
 
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from takeback.compiler.plan.problem import Item, Problem, Solution, aligned_bytes, lower_bound_bytes
+from takeback.compiler.plan.problem import (
+    Item,
+    PlacingOrder,
+    Problem,
+    Solution,
+    aligned_bytes,
+    lower_bound_bytes,
+)
 
 # The search is bounded by placements, not by seconds: a plan must not depend on the machine that made it.
 MOST_PLACEMENTS = 40_000
@@ -24,6 +31,8 @@ FEWEST_ATTEMPTS = 3
 MOST_PROMOTED_MOMENTS = 8
 # Items whose busiest moments differ by less than a twentieth of the peak count as equally contended.
 PRESSURE_LEVELS = 20
+# What an order that is known from other sizes may miss of the lower bound before all others are tried as well.
+NEAR_ENOUGH = 0.02
 # Where a pass over an array takes less time than a loop over rows, as measured on an AMD EPYC.
 FEWEST_IN_COLUMNS = 400
 
@@ -69,8 +78,9 @@ class _Attempt:
     placements: int
 
 
-def solve(problem: Problem) -> Solution:
-    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item."""
+def solve(problem: Problem, like: PlacingOrder | None = None) -> Solution:
+    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item. `like`: how
+    the same items were placed when they had other sizes, which is tried first, and alone if that is good enough."""
     occupying = [item for item in problem.items if item.size_bytes]
     offsets = {item.id: 0 for item in problem.items}
     if not occupying:
@@ -79,16 +89,52 @@ def solve(problem: Problem) -> Solution:
     occupying.sort(key=lambda item: item.id)
     table = _table(occupying, problem)
     pins = _pins(table, occupying, problem)
-    best, order = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
+    best: _Attempt | None = None
+    if like is not None:
+        known = [_known(like, occupying, *pinned) for pinned in pins if like.name.startswith(pinned[0])]
+        for strategy in known[:1]:
+            best = _place(table, strategy, give_up_at=None)
+    if best is None or like is None or best.arena_bytes > enough_bytes(like, table.ceiling):
+        found, strategy = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
+        best = found if best is None or found.arena_bytes < best.arena_bytes else best
     assert best.offsets is not None
     offsets.update((item.id, offset) for item, offset in zip(occupying, best.offsets, strict=True))
-    return Solution(offsets, best.arena_bytes, order)
+    return Solution(offsets, best.arena_bytes, strategy.name, _placing(strategy, occupying, best.arena_bytes))
 
 
-def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
-    """The best attempt and the name of its strategy: first the plain orders, then rounds with promotions."""
+def enough_bytes(like: PlacingOrder, bound_bytes: int) -> int:
+    """The largest arena with which the search ends that began with a known order."""
+    return max(like.arena_bytes, int(bound_bytes * (1 + NEAR_ENOUGH)))
+
+
+def _known(like: PlacingOrder, items: list[Item], packing: str, pinned: dict[int, int]) -> _Strategy:
+    """An order of other items of the same names: what is new comes last, the largest first."""
+    rank = {ident: i for i, ident in enumerate(like.items)}
+    order = sorted(range(len(items)), key=lambda i: (rank.get(items[i].id, len(rank)), -items[i].size_bytes))
+    return _Strategy(
+        name=like.name,
+        order=[index for index in order if index not in pinned],
+        best_fit=like.best_fit,
+        hangs=[item.id in like.hangs for item in items],
+        pinned=pinned,
+    )
+
+
+def _placing(strategy: _Strategy, items: list[Item], arena_bytes: int) -> PlacingOrder:
+    return PlacingOrder(
+        name=strategy.name,
+        items=tuple(items[i].id for i in strategy.order),
+        best_fit=strategy.best_fit,
+        hangs=frozenset(item.id for item, hung in zip(items, strategy.hangs, strict=True) if hung),
+        packed=bool(strategy.pinned),
+        arena_bytes=arena_bytes,
+    )
+
+
+def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, _Strategy]:
+    """The best attempt and its strategy: first the plain orders, then rounds with promotions."""
     best: _Attempt | None = None
-    best_name = ""
+    winner: _Strategy | None = None
     attempts = placements = 0
     # What was tried since the best was found. Promotion leads round in circles: an order that comes up again while the
     # best is still the same will end as it did, and once all of them do, nothing better will ever come.
@@ -103,7 +149,7 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
                 news = True
                 attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
                 if attempt.offsets is not None:
-                    best, best_name = attempt, strategy.name
+                    best, winner = attempt, strategy
                     tried.clear()
                 else:
                     tried[key] = attempt
@@ -111,7 +157,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             assert best is not None
             spent = placements >= MOST_PLACEMENTS and attempts >= FEWEST_ATTEMPTS
             if spent or best.arena_bytes <= table.ceiling:
-                return best, best_name
+                assert winner is not None
+                return best, winner
             order = _promote(table, strategy.order, attempt.sticking_out)
             # An order that promotion leaves as it is would only repeat itself.
             if order != strategy.order:
@@ -120,7 +167,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             break
         strategies = next_round
     assert best is not None
-    return best, best_name
+    assert winner is not None
+    return best, winner
 
 
 def _table(items: list[Item], problem: Problem) -> _Table:

@@ -5,8 +5,9 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import CodeType
 
 import torch
 
@@ -19,9 +20,10 @@ from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
-from takeback.compiler.layout import Layout
+from takeback.compiler.layout import Layout, transient_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
-from takeback.compiler.planning import plan_within, settings_for
+from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -31,12 +33,16 @@ from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
-from takeback.compiler.run.plans import Plan
+from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.transaction import Transaction
+from takeback.compiler.siblings import knowing
 from takeback.options import Options, cache_dir, compiler
+
+
+_WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
 
 
 class PlanMaker:
@@ -70,8 +76,10 @@ class PlanMaker:
             scaling=self.scaling,
         )
 
-    def recorded(self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace]) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced."""
+    def recorded(
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Plan | None
+    ) -> RecordedStep:
+        """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
         return RecordedStep(
             subject,
             self.recipe,
@@ -83,6 +91,7 @@ class PlanMaker:
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
             numbers=numbers,
+            kin=kin,
         )
 
     def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
@@ -94,15 +103,25 @@ class PlanMaker:
             got.rewind_()
         return got.program
 
-    def plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
-        """Of a recording."""
+    def plan(
+        self,
+        key: Hashable,
+        outline: Hashable,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        sibling: Plan | None,
+    ) -> Plan:
+        """Of a recording. The choices of a `sibling` are taken over, if they are as good here."""
         options, group = self.options, self.group
+        pattern = sibling.family.pattern if sibling is not None else None
+        family = sibling.family if sibling is not None else Family()
         finished = finish_program(
             got.program,
             self.optimizers,
             subject.parameters,
             subject.names,
-            own_steps=why_own_steps(self.optimizers, self.scaling),
+            own_steps=self._why_own_steps(pattern),
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
             scaling=self.scaling,
@@ -112,29 +131,66 @@ class PlanMaker:
         settings = settings_for(
             finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
         )
-        planned = plan_within(finished.program, finished.kept, options, settings)
-        return Plan(
+        planned: Planned | None = None
+        if pattern is not None:
+            finished = replace(finished, program=knowing(finished.program, pattern.executor.program))
+            layout = pattern.executor.layout
+            planned = plan_within(finished.program, finished.kept, options, settings, sibling=layout)
+            if options.memory != "keep" and not _as_good(planned.layout, finished.program, pattern):
+                planned = None
+        like = pattern if planned is not None else None
+        if planned is None:
+            planned = plan_within(finished.program, finished.kept, options, settings)
+        numbers = numbers_of(planned.layout.draft.program)
+        plan = Plan(
             key=key,
+            outline=outline,
+            recorded=got.program,
+            # What such a plan does not watch, a sibling's must.
+            kin=got.kin if not numbers else None,
+            family=family,
+            is_sibling=like is not None,
+            proved=like is not None and like.proved,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
-            executor=self.executor(planned.layout),
+            executor=self.executor(planned.layout, family.codes),
             aux_form=got.aux_form,
             has_aux=got.has_aux,
             names=tuple(subject.names[id(p)] for p in subject.parameters),
-            step_s=planned.step_s,
-            added_s=planned.added_s,
-            numbers=numbers_of(planned.layout.draft.program),
+            planned=planned,
+            numbers=numbers,
             aside=got.aside,
             held=got.held,
             notes=got.notes,
+            rehearsals=0 if like is None else 1,
         )
+        if like is None and plan.kin is not None:
+            plan.family.pattern = plan
+        return plan
 
-    def executor(self, layout: Layout) -> Executor:
-        """Of a layout, on this step's device."""
+    def _why_own_steps(self, sibling: Plan | None) -> tuple[str | None, ...]:
+        """What was found of the optimizers holds for a sibling: they are watched."""
+        if sibling is None or sibling.finished.awaits_state:
+            return why_own_steps(self.optimizers, self.scaling)
+        known = {own.position: own.reason for own in sibling.finished.own_steps}
+        return tuple(known.get(i) for i in range(len(self.optimizers.members)))
+
+    def executor(self, layout: Layout, codes: dict[str, CodeType]) -> Executor:
+        """Of a layout, on this step's device. `codes` are those of its siblings, by source."""
         reducer = self.group.reducer if self.group is not None else None
         if self.home is Home.ALLOCATOR:
             return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer)
+        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer, codes=codes)
+
+
+def _as_good(layout: Layout, recorded: Program, pattern: Plan) -> bool:
+    """Whether a choice that was made for other shapes saves as large a part of eager's peak for these. For smaller ones
+    it is enough to need no more than those: the largest batch decides how much memory the training takes."""
+    here, there = transient_bytes(layout), transient_bytes(pattern.executor.layout)
+    if here <= there and sums_up(recorded) <= sums_up(pattern.original):
+        return True
+    share = there / max(1, pattern.eager_bytes)
+    return here <= eager_peak(recorded).transient_bytes * share * (1 + _WORSE)
 
 
 def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> Capture | None:
@@ -145,4 +201,4 @@ def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> C
     if program is None:
         return None
     got.assumptions.leave_out_(numbers, got.trace.values)
-    return dataclasses.replace(got, program=program)
+    return replace(got, program=program)

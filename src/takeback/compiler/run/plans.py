@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, overload
 
 import torch
@@ -15,10 +16,12 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.finish import Finished
+from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.planning import Planned
 from takeback.compiler.program import Number, Op, Program
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
@@ -26,18 +29,31 @@ from takeback.errors import CaptureError
 
 
 @dataclass
+class Family:
+    """What siblings have in common: plans of one step for batches of different shapes."""
+
+    replays: int = 0  #: of all of them
+    codes: dict[str, CodeType] = field(default_factory=dict)  #: compiled, by source
+    pattern: Plan | None = None  #: whose choices the others have: of the largest batch for which some were searched
+
+
+@dataclass
 class Plan:
     """One recorded and planned step, and what must be the same for it to be used."""
 
     key: Hashable
+    outline: Hashable  #: the key less shapes
+    recorded: Program  #: before the update was written into it
     watch: Watch
     finished: Finished
     executor: Executor
     aux_form: Any  #: aux with an `AuxSlot` for every tensor
     has_aux: bool
     names: tuple[str, ...]  #: of the parameters
-    step_s: float  #: predicted, without rebuilding
-    added_s: float
+    planned: Planned
+    kin: Kin | None = None  #: for the recording of a sibling
+    family: Family = field(default_factory=Family)
+    is_sibling: bool = False  #: its choices are those of another plan
     aside: Aside = field(default_factory=Aside)
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes: the program's last aux go there
     notes: tuple[str, ...] = ()  #: of the recording
@@ -53,6 +69,16 @@ class Plan:
     def original(self) -> Program:
         """As it was recorded, before the passes."""
         return self.finished.program
+
+    @property
+    def step_s(self) -> float:
+        """Predicted, without rebuilding."""
+        return self.planned.step_s
+
+    @property
+    def added_s(self) -> float:
+        """What rebuilding is predicted to add."""
+        return self.planned.added_s
 
     @property
     def update(self) -> Updates | None:
@@ -112,6 +138,13 @@ class PlanCache(Sequence[Plan]):
             if numbers:
                 return plan, numbers
         return None, ()
+
+    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> Plan | None:
+        """The plan used last of those for other shapes, if nothing else has changed since it was made."""
+        for plan in self._plans:
+            if plan.outline == outline and plan.kin is not None and plan.change(leaves) is None:
+                return plan
+        return None
 
     def add_(self, plan: Plan) -> None:
         self._plans = (plan, *self._plans)[: self._most]

@@ -14,11 +14,13 @@ from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
+from takeback.compiler.siblings import are_siblings
 from takeback.errors import CaptureError, PlanError
 
 
@@ -38,10 +40,11 @@ class RecordedStep:
     revocable: bool
 
     numbers: Sequence[NumberPlace] = ()  #: to be traced
+    kin: Plan | None = None  #: of the same step for other shapes
 
-    def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
-        """What eager gave. `then` is called after the commit: if it raises, the step is
-        taken back where it is revocable, and stays where it is not."""
+    def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
+        """What eager gave. `then` is called after the commit, with the recording and the plan of which it is a sibling:
+        if it raises, the step is taken back where it is revocable, and stays where it is not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
         with Transaction() as step:
             if self.revocable:
@@ -53,9 +56,20 @@ class RecordedStep:
             if self.leave is not None:
                 step.at_end(self.leave)
             step.compute()
-            got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort, numbers=self.numbers)
+            got = capture(
+                self.subject,
+                *batch,
+                recording=self.recording,
+                on_abort=step.on_abort,
+                numbers=self.numbers,
+                kin=self.kin.kin if self.kin is not None else None,
+            )
             step.on_abort(got.rewind_)
-            prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+            sibling = self.kin if self.kin is not None and are_siblings(self.kin.recorded, got.program) else None
+            # That a step gives the same bits each time, and while it is recorded, is shown once for its ops. A kernel
+            # of a GPU's may use atomics for some sizes only; and a group wants gradients as they are before clipping.
+            if sibling is None or group is not None or got.program.device_type != "cpu":
+                prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
             norm = got.grad_norm
             if group is not None:
                 group.average_grads_(in_one_piece=self.in_one_piece)
@@ -70,7 +84,7 @@ class RecordedStep:
             if not self.revocable:
                 step.done()
             try:
-                then(got)
+                then(got, sibling)
             except CaptureError as error:  # which says of a step that it was not made
                 raise PlanError(f"the step was made, but no plan of it: {error}") from error
             if not keep_grads:
