@@ -45,8 +45,8 @@ class BufferTable:
         self._alive: dict[BufferId, StorageWeakRef] = {}
         self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._leaf_storages: set[int] = set()
-        # What the forward and backward hardly ever read comes last, if at all: the optimizer has no state when the first
-        # step is recorded, and the buffers of one recording are to have the numbers of the next.
+        # What the forward and backward hardly ever read comes last: the optimizer has no state when the first step is
+        # recorded, and the buffers of one recording are to have the numbers of the next.
         self._unmet: dict[int, tuple[torch.Tensor, str]] = {}
         for tensor, (role, name) in known.items():
             if role is Role.STATE:

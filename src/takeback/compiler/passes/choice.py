@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from takeback.compiler.passes.draft import Choice, Chosen, Draft
+from takeback.compiler.passes.draft import Choice, Draft
 from takeback.compiler.passes.rebuildable import rebuild, rebuild_gives
 from takeback.compiler.program import Buffer, BufferId, Op, renaming
 
@@ -50,7 +50,6 @@ def apply(draft: Draft, choice: Choice) -> Draft:
         draft,
         program=replace(program, ops=tuple(out), buffers=buffers),
         rebuilt=draft.rebuilt | frozenset(rebuilt),
-        chosen=Chosen(choice, program.ops),
     )
 
 

@@ -20,13 +20,13 @@ from takeback.compiler.passes.candidates import candidates, choice_of
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild, owner_of
 from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
 from takeback.compiler.plan.rebuild_rows import RebuildRows
 from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, SolverOutcome
 from takeback.compiler.program import Op
-from takeback.compiler.siblings import aligned
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
@@ -107,19 +107,18 @@ def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
     while isinstance(goal, Again):
         choice = _translated(goal.chosen, draft.program.ops)
         if choice is not None:
-            return _noting(apply(draft, choice), goal.chosen.notes)
+            return _made(draft, choice, goal.chosen.notes)
         goal = goal.otherwise
     if isinstance(goal, Keep):
         return draft
     search = chooser.search(draft)
     point = search.point(goal)
-    changed = apply(draft, point.choice)
-    return replace(_noting(changed, search.notes), planned_peak_bytes=point.peak_bytes)
+    return replace(_made(draft, point.choice, search.notes), planned_peak_bytes=point.peak_bytes)
 
 
-def _noting(draft: Draft, notes: tuple[str, ...]) -> Draft:
-    assert draft.chosen is not None
-    return replace(draft, notes=(*draft.notes, *notes), chosen=replace(draft.chosen, notes=notes))
+def _made(draft: Draft, choice: Choice, notes: tuple[str, ...]) -> Draft:
+    chosen = Chosen(choice, draft.program.ops, notes)
+    return replace(apply(draft, choice), notes=(*draft.notes, *notes), chosen=chosen)
 
 
 def _translated(chosen: Chosen, ops: tuple[Op, ...]) -> Choice | None:

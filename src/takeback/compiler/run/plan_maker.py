@@ -23,6 +23,7 @@ from takeback.compiler.capture.watch import Watch
 from takeback.compiler.layout import Layout, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
+from takeback.compiler.passes.siblings import knowing
 from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
 from takeback.compiler.run import allocator
@@ -38,9 +39,7 @@ from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.transaction import Transaction
-from takeback.compiler.siblings import knowing
 from takeback.options import Options, cache_dir, compiler
-
 
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
 

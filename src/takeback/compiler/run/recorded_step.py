@@ -12,6 +12,7 @@ from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
+from takeback.compiler.passes.siblings import are_siblings
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plans import Plan
@@ -20,7 +21,6 @@ from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
-from takeback.compiler.siblings import are_siblings
 from takeback.errors import CaptureError, PlanError
 
 
