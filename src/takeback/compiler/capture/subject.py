@@ -35,6 +35,7 @@ class Subject:
     scaling: Scaling | None = None
     beside: Mapping[str, torch.nn.Module] = field(default_factory=dict)  #: modules that loss_fn holds, by name
     derived: tuple[Derived, ...] = ()
+    updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
 
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
@@ -109,6 +110,7 @@ def build(
     accumulate: int,
     clip_norm: float | None,
     scaling: Scaling | None = None,
+    updates: bool = True,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
@@ -151,7 +153,7 @@ def build(
         if isinstance(value, torch.Tensor)
     )
     parameters = tuple(model.parameters())
-    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived)
+    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived, updates)
 
 
 class NewPlans:

@@ -11,8 +11,9 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from takeback.compiler.capture import subject as subjects
+from takeback.compiler.capture.accumulation import finish_microbatch
 from takeback.compiler.capture.assumptions import NumberPlace
-from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
@@ -31,12 +32,18 @@ from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
+
+_ADDS = (
+    "this plan is of a microbatch: each of its gradients is added to what waits in .grad as soon as it is complete. The "
+    "update is made afterwards, by the step without a plan"
+)
 
 
 class PlanMaker:
@@ -48,6 +55,7 @@ class PlanMaker:
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        self.microbatch_recipe = dataclasses.replace(recipe, clip_norm=None, updates=False)
 
     @property
     def optimizers(self) -> Optimizers:
@@ -58,7 +66,7 @@ class PlanMaker:
         with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
             check_early(self.options, self.optimizers)
 
-    def subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
+    def subject(self, leaves: Sequence[torch.Tensor], *, updates: bool = True) -> Subject:
         """What is to be recorded, as the user's objects are now."""
         return subjects.build(
             self.recipe.model,
@@ -68,13 +76,14 @@ class PlanMaker:
             accumulate=self.options.accumulate,
             clip_norm=self.options.clip_norm,
             scaling=self.scaling,
+            updates=updates,
         )
 
     def recorded(self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace]) -> RecordedStep:
         """A recording that is about to be made. `numbers` are traced."""
         return RecordedStep(
             subject,
-            self.recipe,
+            self.recipe if subject.updates else self.microbatch_recipe,
             scaling=self.scaling,
             group=self.group,
             measure=measure,
@@ -85,19 +94,57 @@ class PlanMaker:
             numbers=numbers,
         )
 
-    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
+    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None = None) -> Program:
         """The step as it is now, recorded and taken back."""
         with Transaction() as aside:
-            aside.at_end(self.recipe.drop_grads_)
+            aside.at_end(self.recipe.drop_grads_ if micro is None else micro.put_back_)
             aside.compute()
-            got = capture(self.subject(leaves), *batch, on_abort=aside.on_abort)
+            got = capture(self.subject(leaves, updates=micro is None), *batch, on_abort=aside.on_abort)
             got.rewind_()
         return got.program
 
-    def plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
-        """Of a recording."""
-        options, group = self.options, self.group
-        finished = finish_program(
+    def plan(
+        self,
+        key: Hashable,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        micro: Microbatch | None = None,
+    ) -> Plan:
+        """Of a recording; `micro`: of a call that adds its gradients to those that wait."""
+        options = self.options
+        finished = self._finished(subject, got, leaves, micro)
+        sharing = self.group.sharing if self.group is not None and micro is None else None
+        seconds = cost_of(finished.program)
+        settings = settings_for(
+            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+        )
+        if micro is not None:  # each gradient is added as soon as it is complete
+            settings = dataclasses.replace(settings, early=True)
+        planned = plan_within(finished.program, finished.kept, options, settings)
+        return Plan(
+            key=key,
+            watch=Watch(subject, got.assumptions, leaves),
+            finished=finished,
+            executor=self.executor(planned.layout),
+            aux_form=got.aux_form,
+            has_aux=got.has_aux,
+            names=_names(subject),
+            step_s=planned.step_s,
+            added_s=planned.added_s,
+            numbers=numbers_of(planned.layout.draft.program),
+            aside=got.aside,
+            held=got.held,
+            notes=got.notes if micro is None else (*got.notes, _ADDS),
+        )
+
+    def _finished(
+        self, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor], micro: Microbatch | None
+    ) -> Finished:
+        if micro is not None:
+            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+        options = self.options
+        return finish_program(
             got.program,
             self.optimizers,
             subject.parameters,
@@ -107,34 +154,18 @@ class PlanMaker:
             keep_grads=options.keep_grads,
             scaling=self.scaling,
         )
-        sharing = group.sharing if group is not None else None
-        seconds = cost_of(finished.program)
-        settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
-        )
-        planned = plan_within(finished.program, finished.kept, options, settings)
-        return Plan(
-            key=key,
-            watch=Watch(subject, got.assumptions, leaves),
-            finished=finished,
-            executor=self.executor(planned.layout),
-            aux_form=got.aux_form,
-            has_aux=got.has_aux,
-            names=tuple(subject.names[id(p)] for p in subject.parameters),
-            step_s=planned.step_s,
-            added_s=planned.added_s,
-            numbers=numbers_of(planned.layout.draft.program),
-            aside=got.aside,
-            held=got.held,
-            notes=got.notes,
-        )
 
     def executor(self, layout: Layout) -> Executor:
         """Of a layout, on this step's device."""
-        reducer = self.group.reducer if self.group is not None else None
+        sends = layout.program.flags is not None
+        reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
             return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
         return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer)
+
+
+def _names(subject: Subject) -> tuple[str, ...]:
+    return tuple(subject.names[id(p)] for p in subject.parameters)
 
 
 def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> Capture | None:
