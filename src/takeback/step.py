@@ -25,8 +25,8 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.explain.report import Report, build_report
-from takeback.compiler.passes import Home
 from takeback.compiler.program import Op
+from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
@@ -37,7 +37,8 @@ from takeback.compiler.run.microbatch import (
     record_microbatch,
     replay_microbatch,
 )
-from takeback.compiler.run.pending import Ask, Microbatch, Pending, asked
+from takeback.compiler.run.pending import Microbatch, Pending
+from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
@@ -151,13 +152,9 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._pending = Pending(
-            self._recipe,
-            self._scaling,
-            self._group,
-            keep_grads=options.keep_grads,
-            in_one_piece=self._maker.home is Home.ARENA,
-        )
+        self._update = PendingUpdate(self._maker)
+        update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
+        self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
 
     @property
@@ -170,7 +167,7 @@ class CompiledStep:
         """One step: what loss_fn returns for this batch. `update=False`: its gradients are added to those that wait for
         the update, in `.grad`; the next call without it adds its own, divides all by `divide`, a number or a tensor
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
-        ask = asked(update, divide, self._loss_fn, self.options)
+        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
@@ -180,10 +177,10 @@ class CompiledStep:
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
         """The update alone, by the gradients that calls with `update=False` have left: for a loop that learns only then
         that there is no further microbatch."""
-        ask = asked(None, divide, self._loss_fn, self.options)
+        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
         try:
-            self._turn(functools.partial(self._update_alone, ask))
+            self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
         finally:
             torch.clear_autocast_cache()
 
@@ -193,43 +190,10 @@ class CompiledStep:
 
     def _in_turn(self, batch: Batch, ask: Ask) -> Any:
         if ask.accumulates or self._pending.under_way:
-            return self._accumulate(batch, ask)
+            out, self.grad_norm = self._pending.call(functools.partial(self._call, batch), ask)
+            return out
         with self._group.step() if self._group is not None else contextlib.nullcontext():
             return self._call(batch)
-
-    # -- accumulation over calls -------------------------------------------------------------------------------
-
-    def _accumulate(self, batch: Batch, ask: Ask) -> Any:
-        """Adds this batch's gradients to those that wait. With the update, both are one transaction."""
-
-        def work(micro: Microbatch) -> Any:
-            out = self._call(batch, micro)
-            if ask.update:
-                self.grad_norm = self._pending.update_(ask.divide)
-            elif self._group is not None:
-                self._group.commit_()
-            return out
-
-        if ask.update:
-            self._optimizers.check_in_force()
-        with self._group_call(first=not self._pending.under_way, last=ask.update):
-            return self._pending.run(work)
-
-    def _update_alone(self, ask: Ask) -> None:
-        if not self._pending.under_way:
-            raise CaptureError("there are no gradients to update with: no call with update=False came before.")
-        self._optimizers.check_in_force()
-        with self._group_call(first=False, last=True):
-            self.grad_norm = self._pending.update_alone_(ask.divide)
-
-    def _group_call(self, *, first: bool, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Between the first and the last call of an accumulation nothing is sent."""
-        if self._group is None:
-            return contextlib.nullcontext()
-        if first or last:
-            return self._group.step(first=first)
-        self._group.reducer.check()
-        return contextlib.nullcontext()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as what it was made of, without plans: the copy records its own."""
@@ -306,6 +270,7 @@ class CompiledStep:
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=plan.notes,
+            state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -325,6 +290,8 @@ class CompiledStep:
             self._plans.missed_(missed)
             self._news.read_(missed.site)
         subjects.check_surroundings()
+        if micro is not None:
+            micro.check()
         subject = self._maker.subject(leaves, updates=micro is None)
         self._derived = subject.derived
         self._news.note(key, changed)
@@ -353,7 +320,7 @@ class CompiledStep:
         self._replays += 1
         plan.replays += 1
         proof = self._proof
-        run = functools.partial(self._replay, plan, leaves, micro)
+        run = functools.partial(self._replay, plan, leaves, micro=micro)
         due = proof.is_due(proved=plan.proved, replays=self._replays)
         if not due and (plan.unsampled is not None or not proof.samples(plan.replays)):
             return run()
@@ -389,8 +356,8 @@ class CompiledStep:
         self,
         plan: Plan,
         leaves: Sequence[torch.Tensor],
-        micro: Microbatch | None,
         inspect: Callable[[], None] | None = None,
+        micro: Microbatch | None = None,
     ) -> Any:
         rehearse = plan.rehearsals < 2
         for number in plan.numbers:

@@ -167,9 +167,9 @@ def cut(batch: Any, count: int) -> Cut:
         return Cut(count)
     if len(shapes) > 1:
         raise CaptureError(
-            f"accumulate={count} does not divide a batch of {odd[0]} rows (a tensor of shape {shapes[odd[0]]}), and its "
-            f"tensors differ in how many rows they have, so that it is not known which belong together. Choose a batch "
-            f"size that is a multiple of {count}, or pass tensors with the same number of rows."
+            f"accumulate={count} does not divide a batch of {odd[0]} rows (a tensor of shape {shapes[odd[0]]}), and "
+            f"others of its tensors have {next(r for r in shapes if r != odd[0])}, so that it is not known which rows "
+            f"belong together. Choose a batch size that is a multiple of {count}."
         )
     [rows] = shapes
     each = -(-rows // count)

@@ -15,6 +15,7 @@ from takeback.compiler.capture.modes import dispatch_mode
 from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
 from takeback.compiler.capture.reach import modules_beside
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.site import level_of_user
 from takeback.compiler.program import Role, Site
 from takeback.errors import CaptureError
 
@@ -194,7 +195,7 @@ class NewPlans:
             f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan is recorded and "
             f"compared with eager, which takes a few steps' time. {advice}",
             RuntimeWarning,
-            stacklevel=7,  # note, _record, _call, _in_turn, the turn, __call__, and the line that calls the step
+            stacklevel=level_of_user(),
         )
 
 

@@ -1,6 +1,6 @@
-"""A call that adds its gradients to those that wait for the update: recorded, replayed, beside eager, or plainly in eager.
+"""A call that adds its gradients to those that wait for the update: recorded, replayed, compared with eager, or plain.
 
-What each gives its caller is the loss, and aux; the gradients go to a `Microbatch`, which says when they may be written.
+What each gives its caller is the loss, and aux; the gradients go to a `Microbatch`, and are written after its `begin_`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def record_microbatch(
     """What eager gave. `then` makes the plan before anything is added: if it raises, the call is taken back."""
     recipe = recorded.recipe
     with Transaction() as step:
-        step.on_abort(recipe.drop_grads_)  # those of this call: the others are the microbatch's to put back
+        step.on_abort(micro.abandon_)
         step.at_end(disarm_)
         if recorded.leave is not None:
             step.at_end(recorded.leave)
@@ -69,9 +69,9 @@ def _accumulated_once(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None
             handle.remove()
     if any(count > 1 for count in times.values()):
         raise CaptureError(
-            "one backward adds to the gradient of a parameter more than once (a checkpoint with use_reentrant=True that "
-            "uses it twice, or a backward inside the backward), and onto gradients that wait for the update eager would "
-            "add each part by itself, with other bits. Use use_reentrant=False, or a step without update=False."
+            "one backward adds to the gradient of a parameter more than once (checkpoints with use_reentrant=True that "
+            "use it twice, or a backward inside the backward), and onto gradients that wait for the update eager adds "
+            "each part by itself, with other bits. Use use_reentrant=False, or a step without update=False."
         )
 
 

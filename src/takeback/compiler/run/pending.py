@@ -1,30 +1,27 @@
-"""The gradients that wait for their update: calls with `update=False` add to them, the next call with an update divides,
-clips, updates and drops them.
+"""The gradients that wait for their update: calls with `update=False` add to them; the next call with an update adds
+its own, and divides, clips, updates and drops them.
 
-Between calls they are what `.grad` holds, as in eager: who looks at them, clips them or drops them is heard. What was in
-`.grad` before the first call is not theirs, and goes. Guaranteed: a call that fails before it has begun to add leaves
-them as they were; one that fails later drops them all, and its error says so.
+Between calls they are what `.grad` holds, as in eager: who looks at them, clips them or drops them is heard. What was
+in `.grad` before the first call is not theirs, and goes. Guaranteed: a call that fails before it has begun to add
+leaves them as they were; one that fails later drops them all, and its error says so.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.program import BufferId, Region
+from takeback.compiler.run.asked import Ask, Divisor
 from takeback.compiler.run.eager import Recipe
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.transaction import Transaction
-from takeback.errors import CaptureError, OptionError
-from takeback.options import Options
-
-T = TypeVar("T")
-Divisor: TypeAlias = float | torch.Tensor
+from takeback.errors import CaptureError
 
 _LOST = (
     "takeback: the call failed after it had begun to write the gradients that wait for the update, so all of them were "
@@ -33,66 +30,12 @@ _LOST = (
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a call asks for besides its batch."""
-
-    update: bool
-    divide: Divisor | None
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients must outlive the plan that computes them."""
-        return not self.update or self.divide is not None
-
-
-def asked(update: bool | None, divide: Divisor | None, loss_fn: Callable[..., Any], options: Options) -> Ask:
-    """Raises for what cannot be meant."""
-    for name, value in (("update", update), ("divide", divide)):
-        if value is not None and name in _parameters_of(loss_fn):
-            raise OptionError(
-                f"{name}= is an argument of the step's own, and loss_fn has a parameter of that name, so it is not "
-                f"known which is meant. Rename the parameter of loss_fn, or pass it by position."
-            )
-    if update is not None and not isinstance(update, bool):
-        raise OptionError(f"update must be True or False, got {update!r}")
-    ask = Ask(update is not False, divide)
-    if divide is not None:
-        if not ask.update:
-            raise OptionError("divide= divides the summed gradients before the update, and update=False leaves it out.")
-        number = isinstance(divide, int | float) and not isinstance(divide, bool) and divide > 0
-        if not number and not (isinstance(divide, torch.Tensor) and divide.numel() == 1 and divide.dim() == 0):
-            raise OptionError(f"divide must be a positive number or a tensor without dimensions, got {divide!r}")
-    if ask.accumulates:
-        check_accumulates(options)
-    return ask
-
-
-def check_accumulates(options: Options) -> None:
-    """Raises where gradients cannot wait for an update."""
-    if options.update == "early":
-        raise OptionError(
-            "update='early' updates each parameter before all gradients are known, but update=False and divide= need "
-            "their sum first. Compile the step with update='end'."
-        )
-    if options.accumulate != 1:
-        raise OptionError(
-            f"accumulate={options.accumulate} splits the batch of one call, and update=False adds calls up: a step "
-            f"does one of them. Compile it with accumulate=1 and hand over smaller microbatches."
-        )
-
-
-def _parameters_of(loss_fn: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(loss_fn).parameters)
-    except (TypeError, ValueError):  # some callables of C have none
-        return ()
-
-
-@dataclass(frozen=True)
 class Adding:
-    """Of a plan's key: its call adds to gradients with these strides, where they are not their parameter's."""
+    """Of a plan's key: its call adds to gradients with these strides, where they are not their parameter's. `refusal`:
+    why there can be no plan."""
 
     strides: tuple[tuple[int, tuple[int, ...]], ...]
+    refusal: str | None
 
     def __repr__(self) -> str:
         return "gradients are added up" + (f", {len(self.strides)} of them with other strides" if self.strides else "")
@@ -106,17 +49,28 @@ class Microbatch:
     before: Mapping[int, torch.Tensor]
     call: Transaction
     begun: bool = field(default=False, init=False)  #: something has been added
+    refusal: str | None = field(default=None, init=False)  #: why this call cannot be planned
 
     def key(self, leaves: Sequence[torch.Tensor]) -> Hashable:
-        """For the key of a plan. Raises where a tensor of the batch is one of the gradients."""
+        """For the key of a plan. `leaves` are the batch's."""
+        odd = (unplain(g, self.parameters[i]) for i, g in self.before.items())
+        self.refusal = next((reason for reason in odd if reason is not None), None) or self._borrowed(leaves)
+        return Adding(tuple(self.strides.items()) if self.refusal is None else (), self.refusal)
+
+    def _borrowed(self, leaves: Sequence[torch.Tensor]) -> str | None:
         mine = {g.untyped_storage().data_ptr() for g in self.before.values() if g.numel()}
         for i, leaf in enumerate(leaves):
             if leaf.layout is torch.strided and leaf.numel() and leaf.untyped_storage().data_ptr() in mine:
-                raise CaptureError(
+                return (
                     f"tensor {i} of the batch is a gradient that waits for the update, or a view of it. The call adds "
                     f"to it while the batch is only borrowed. Pass a copy."
                 )
-        return Adding(tuple(self.strides.items()))
+        return None
+
+    def check(self) -> None:
+        """Raises where `key` has found that the call cannot be planned."""
+        if self.refusal is not None:
+            raise CaptureError(self.refusal)
 
     @property
     def strides(self) -> dict[int, tuple[int, ...]]:
@@ -138,6 +92,11 @@ class Microbatch:
         for i, p in enumerate(self.parameters):
             p.grad = grads[i] if i in grads else self.before.get(i)
 
+    def abandon_(self) -> None:
+        """The same way or another may be tried again, unless something has been added."""
+        if not self.begun:
+            self.put_back_()
+
     def put_back_(self) -> None:
         """`.grad` as it was when the call began. What was written into those tensors is the caller's matter."""
         self.begun = False
@@ -150,13 +109,17 @@ def _nothing(parameter: torch.nn.Parameter, home: Region) -> torch.Tensor:
 
 
 class Pending:
-    """Of one step."""
+    """Of one step. `update_` averages over the group, divides, clips, updates and drops what is in `.grad`, and gives
+    the norm before clipping."""
 
     def __init__(
-        self, recipe: Recipe, scaling: Scaling | None, group: Group | None, *, keep_grads: bool, in_one_piece: bool
+        self,
+        recipe: Recipe,
+        scaling: Scaling | None,
+        group: Group | None,
+        update_: Callable[[Divisor | None], torch.Tensor | None],
     ) -> None:
-        self._recipe, self._scaling, self._group = recipe, scaling, group
-        self._keep_grads, self._in_one_piece = keep_grads, in_one_piece
+        self._recipe, self._scaling, self._group, self._update_ = recipe, scaling, group, update_
         self._begun = False
 
     @property
@@ -165,55 +128,60 @@ class Pending:
         self._begun = self._begun and any(p.grad is not None for p in self._recipe.model.parameters())
         return self._begun
 
-    def run(self, work: Callable[[Microbatch], T]) -> T:
-        """One call: whole or not at all."""
-        if not self.under_way:
-            self._recipe.drop_grads_()
-        parameters = self._recipe.parameters
-        before = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
-        for i, grad in before.items():
-            _check_plain(grad, parameters[i])
-        call = Transaction()
-        made = Microbatch(parameters, before, call)
-        try:
-            with call:
-                call.on_abort(lambda: self._drop_() if made.begun else made.put_back_())
-                call.compute()
-                self._begun = True
-                return work(made)
-        except BaseException as error:
-            if made.begun and before:
-                error.add_note(_LOST)
-            raise
+    def call(self, add: Callable[[Microbatch], Any], ask: Ask) -> tuple[Any, torch.Tensor | None]:
+        """Adds gradients, by `add`, and updates if that is asked for: both or neither. What `add` gives, and the norm
+        before clipping."""
+        if ask.update:
+            self._recipe.optimizers.check_in_force()
+        with self._sending(first=not self.under_way, last=ask.update):
+            if not self.under_way:
+                self._recipe.drop_grads_()
+            parameters = self._recipe.parameters
+            before = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
+            call = Transaction()
+            made = Microbatch(parameters, before, call)
+            try:
+                with call:
+                    call.on_abort(lambda: self._drop_() if made.begun else made.abandon_())
+                    call.compute()
+                    self._begun = True
+                    out = add(made)
+                    norm = self._updated(ask.divide) if ask.update else None
+            except BaseException as error:
+                if made.begun and before:
+                    error.add_note(_LOST)
+                raise
+            if self._group is not None:
+                self._group.commit_()
+        return out, norm
 
-    def update_(self, divide: Divisor | None) -> torch.Tensor | None:
-        """What eager does when the last backward is done; the norm before clipping, where that was asked for. If it
-        raises, there is nothing to go on with."""
-        recipe = self._recipe
-        if self._group is not None:
-            self._group.average_grads_(in_one_piece=self._in_one_piece)
-        if divide is not None:
-            with torch.no_grad():
-                for p in recipe.parameters:
-                    if p.grad is not None:
-                        p.grad.div_(divide)
-        norm = recipe.update_()
-        if self._group is not None:
-            self._group.commit_()
+    def update(self, ask: Ask) -> torch.Tensor | None:
+        """The update without a batch. The norm before clipping."""
+        if not self.under_way:
+            raise CaptureError("there are no gradients to update by: no call with update=False came before.")
+        self._recipe.optimizers.check_in_force()
+        with self._sending(first=False, last=True):
+            try:
+                with Transaction() as call:  # Ctrl-C waits
+                    call.on_abort(self._drop_)
+                    return self._updated(ask.divide)
+            except BaseException as error:
+                error.add_note(_LOST)
+                raise
+
+    def _updated(self, divide: Divisor | None) -> torch.Tensor | None:
+        norm = self._update_(divide)
         self._begun = False
-        if not self._keep_grads:
-            recipe.drop_grads_()
         return norm
 
-    def update_alone_(self, divide: Divisor | None) -> torch.Tensor | None:
-        """The update without a batch."""
-        try:
-            with Transaction() as call:  # Ctrl-C waits
-                call.on_abort(self._drop_)
-                return self.update_(divide)
-        except BaseException as error:
-            error.add_note(_LOST)
-            raise
+    def _sending(self, *, first: bool, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Between the first and the last call of an accumulation nothing is sent."""
+        if self._group is None:
+            return contextlib.nullcontext()
+        if first or last:
+            return self._group.step(first=first)
+        self._group.reducer.check()
+        return contextlib.nullcontext()
 
     def _drop_(self) -> None:
         self._begun = False
@@ -222,19 +190,19 @@ class Pending:
             self._scaling.forget_()
 
 
-def _check_plain(grad: torch.Tensor, parameter: torch.nn.Parameter) -> None:
-    """Raises for what stands in `.grad`, put there by the user, and a plan cannot add to."""
+def unplain(grad: torch.Tensor, parameter: torch.nn.Parameter) -> str | None:
+    """Why a plan cannot add to what stands in `.grad`; None if it can."""
     wrong = ""
     if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
-        wrong = f"is a {type(grad).__name__} of layout {grad.layout}"
+        wrong = f"a {type(grad).__name__} of layout {grad.layout}"
     elif grad.requires_grad or grad.is_conj() or grad.is_neg():
-        wrong = "hangs on a graph, or is conjugated by a flag only"
+        wrong = "a tensor that hangs on a graph, or is conjugated by a flag only"
     elif grad.stride() != parameter.stride():
         place = Region(BufferId(0), grad.dtype, tuple(grad.shape), grad.stride(), 0)
-        wrong = "" if place.packed else f"has strides {grad.stride()}, which leave gaps or overlap"
-    if wrong:
-        raise CaptureError(
-            f"the .grad of a parameter of shape {tuple(parameter.shape)} was replaced while gradients wait for the "
-            f"update, and what stands there {wrong}: nothing can be added to it in place. Put a plain tensor there, or "
-            f"call zero_grad()."
-        )
+        wrong = "" if place.packed else f"a tensor with strides {grad.stride()}, which leave gaps or overlap"
+    if not wrong:
+        return None
+    return (
+        f"the .grad of a parameter of shape {tuple(parameter.shape)}, to which this call would add, is {wrong}. "
+        f"Nothing can be added to it in place: put a plain tensor there, or call zero_grad()."
+    )

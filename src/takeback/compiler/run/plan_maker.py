@@ -22,7 +22,8 @@ from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home
-from takeback.compiler.planning import plan_within, settings_for
+from takeback.compiler.passes.reduce import Sharing
+from takeback.compiler.planning import Planned, plan_within, settings_for
 from takeback.compiler.program import Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -41,8 +42,8 @@ from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
 
 _ADDS = (
-    "this plan is of a microbatch: each of its gradients is added to what waits in .grad as soon as it is complete. The "
-    "update is made afterwards, by the step without a plan"
+    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
+    "is a plan of its own"
 )
 
 
@@ -51,7 +52,8 @@ class PlanMaker:
 
     def __init__(self, recipe: Recipe, options: Options, scaling: Scaling | None, group: Group | None) -> None:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
-        on_cpu = subjects.device_of(recipe.model).type == "cpu"
+        self.device = subjects.device_of(recipe.model)
+        on_cpu = self.device.type == "cpu"
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
@@ -87,7 +89,7 @@ class PlanMaker:
             scaling=self.scaling,
             group=self.group,
             measure=measure,
-            recording=recorder(self.native, subjects.device_of(self.recipe.model)),
+            recording=recorder(self.native, self.device),
             leave=self.native.off if self.native is not None else None,
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
@@ -112,16 +114,9 @@ class PlanMaker:
         micro: Microbatch | None = None,
     ) -> Plan:
         """Of a recording; `micro`: of a call that adds its gradients to those that wait."""
-        options = self.options
         finished = self._finished(subject, got, leaves, micro)
         sharing = self.group.sharing if self.group is not None and micro is None else None
-        seconds = cost_of(finished.program)
-        settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
-        )
-        if micro is not None:  # each gradient is added as soon as it is complete
-            settings = dataclasses.replace(settings, early=True)
-        planned = plan_within(finished.program, finished.kept, options, settings)
+        planned = self.lay_out(finished, self.options, sharing)
         return Plan(
             key=key,
             watch=Watch(subject, got.assumptions, leaves),
@@ -137,6 +132,16 @@ class PlanMaker:
             held=got.held,
             notes=got.notes if micro is None else (*got.notes, _ADDS),
         )
+
+    def lay_out(self, finished: Finished, options: Options, sharing: Sharing | None = None) -> Planned:
+        """A finished program, planned. `sharing`: its gradients are averaged over a group."""
+        seconds = cost_of(finished.program)
+        settings = settings_for(
+            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+        )
+        if finished.adds is not None:  # each gradient is added as soon as it is complete
+            settings = dataclasses.replace(settings, early=True)
+        return plan_within(finished.program, finished.kept, options, settings)
 
     def _finished(
         self, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor], micro: Microbatch | None
