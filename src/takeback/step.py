@@ -26,10 +26,19 @@ from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
+from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.microbatch import (
+    MicrobatchBesideEager,
+    plain_microbatch,
+    record_microbatch,
+    replay_microbatch,
+)
+from takeback.compiler.run.pending import Microbatch, Pending
+from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
@@ -73,7 +82,8 @@ def compile_step(
                   "keep": nothing is computed twice
     update        "end": the optimizer runs after the backward; "early": each parameter is updated as soon as its
                   gradient is complete, so that gradients hardly exist at the same time
-    accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
+    accumulate    splits the batch along dimension 0 into this many microbatches, as torch.chunk does, and averages
+                  their losses, weighted by their rows; see also `step(*batch, update=False)`
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
     scaler        a torch.amp.GradScaler: scales the loss for the backward, unscales the gradients, skips the update if
                   one is not finite, and updates the scale. The returned loss and step.grad_norm are unscaled
@@ -142,21 +152,46 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
+        self._update = PendingUpdate(self._maker)
+        update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
+        self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
 
     @property
     def _last(self) -> Plan | None:
         return self._plans.last
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+    def __call__(
+        self, *args: Any, update: bool | None = None, divide: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """One step: what loss_fn returns for this batch. `update=False`: its gradients are added to those that wait for
+        the update, in `.grad`; the next call without it adds its own, divides all by `divide`, a number or a tensor
+        without dimensions, clips, updates and drops them. See docs/accumulation.md."""
+        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
+        self._check_mode()
         try:
-            return self._turn(functools.partial(self._in_turn, (args, kwargs)))
+            return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
-    def _in_turn(self, batch: Batch) -> Any:
+    def update(self, *, divide: float | torch.Tensor | None = None) -> None:
+        """The update alone, by the gradients that calls with `update=False` have left: for a loop that learns only then
+        that there is no further microbatch."""
+        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
+        self._check_mode()
+        try:
+            self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
+        finally:
+            torch.clear_autocast_cache()
+
+    def _check_mode(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+
+    def _in_turn(self, batch: Batch, ask: Ask) -> Any:
+        if ask.accumulates or self._pending.under_way:
+            out, self.grad_norm = self._pending.call(functools.partial(self._call, batch), ask)
+            return out
         with self._group.step() if self._group is not None else contextlib.nullcontext():
             return self._call(batch)
 
@@ -169,11 +204,14 @@ class CompiledStep:
             )
         return CompiledStep, (self._model, self._loss_fn, self._optimizers, self.options)
 
-    def _call(self, batch: Batch) -> Any:
-        self._optimizers.check_in_force()
+    def _call(self, batch: Batch, micro: Microbatch | None = None) -> Any:
+        """`micro`: the call adds its gradients to those that wait, and updates nothing."""
+        if micro is None:
+            self._optimizers.check_in_force()
         settle_(self._derived)  # an evaluation since the last step has put other tensors there
         leaves, batch_key = take_apart(batch)
-        key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
+        scaled = self._scaling.prepare_() if self._scaling is not None else None
+        key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
         for plan in self._plans.under(key):
@@ -182,22 +220,25 @@ class CompiledStep:
                 changed = changed or change
                 continue
             try:
-                out = self._use(plan, batch, leaves)
+                out = self._use(plan, batch, leaves, micro)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
             else:
                 self._unplanned.planned_(new=False)
                 return out
         if self.options.unplanned == "raise":
-            return self._record(key, batch, leaves, missed, changed)
+            return self._record(key, batch, leaves, missed, changed, micro)
         reason = self._unplanned.waits_(key)
         if reason is None:
             try:
-                return self._record(key, batch, leaves, missed, changed)
+                return self._record(key, batch, leaves, missed, changed, micro)
             except CaptureError as error:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
-        results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+        if micro is None:
+            results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+        else:
+            results = plain_microbatch(self._recipe, batch, micro)
         self._unplanned.ran_plainly_(reason)
         self.grad_norm = results.grad_norm
         return results.returned
@@ -217,7 +258,11 @@ class CompiledStep:
         return build_report(
             plan.executor.layout,
             plan.original,
-            plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
+            plan.executor.describe(
+                keep_grads=self.options.keep_grads and plan.finished.adds is None,
+                group=group,
+                measured=plan.rehearsals > 0,
+            ),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             unsampled=plan.unsampled,
@@ -225,6 +270,7 @@ class CompiledStep:
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=plan.notes,
+            state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
@@ -236,6 +282,7 @@ class CompiledStep:
         leaves: Sequence[torch.Tensor],
         missed: Op | None,
         changed: str | None,
+        micro: Microbatch | None,
     ) -> Any:
         """`missed`: the op that read another value into Python than any plan holds. `changed`: what else is not as the
         plan for this key assumes."""
@@ -243,7 +290,9 @@ class CompiledStep:
             self._plans.missed_(missed)
             self._news.read_(missed.site)
         subjects.check_surroundings()
-        subject = self._maker.subject(leaves)
+        if micro is not None:
+            micro.check()
+        subject = self._maker.subject(leaves, updates=micro is None)
         self._derived = subject.derived
         self._news.note(key, changed)
         self._maker.check_early()
@@ -255,29 +304,33 @@ class CompiledStep:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling))
+            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro))
 
         recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
-        results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+        if micro is None:
+            results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+        else:
+            results = record_microbatch(recorded, batch, micro, then=add_)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
-    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor]) -> Any:
+    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Any:
         """A replay, compared with eager where that is due."""
         self._replays += 1
         plan.replays += 1
         plan.family.replays += 1
         proof = self._proof
-        run = functools.partial(self._replay, plan, leaves)
+        run = functools.partial(self._replay, plan, leaves, micro=micro)
         due = proof.is_due(proved=plan.proved, replays=self._replays)
         if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
             return run()
-        beside = BesideEager(
+        beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
+        beside = beside_eager(
             proof,
-            recipe=self._recipe,
+            recipe=self._recipe if micro is None else self._maker.microbatch_recipe,
             batch=batch,
             scaling=self._scaling,
             executor=plan.executor,
@@ -292,7 +345,7 @@ class CompiledStep:
             updates_early=self.options.update == "early",
             in_group=self._group is not None,
             give_back_=self._maker.arena.give_back_,
-            record=functools.partial(self._maker.program_now, batch, leaves),
+            record=functools.partial(self._maker.program_now, batch, leaves, micro),
         )
         if due:
             return replay.beside_a_step()
@@ -302,23 +355,34 @@ class CompiledStep:
             self._plans.drop_(plan)
             raise
 
-    def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
+    def _replay(
+        self,
+        plan: Plan,
+        leaves: Sequence[torch.Tensor],
+        inspect: Callable[[], None] | None = None,
+        micro: Microbatch | None = None,
+    ) -> Any:
         rehearse = plan.rehearsals < 2
         for number in plan.numbers:
             number.read_()
-        replayed = ReplayedStep(
-            plan.executor,
-            self._optimizers,
-            [self._optimizers.members[own.position] for own in plan.finished.own_steps],
-            plan.watch.parameters,
-            leaves,
-            update=plan.update,
-            group=self._group,
-            scaling=self._scaling,
-            clip_norm=self.options.clip_norm,
-        )
-        updated = replayed.run(inspect=inspect, log=rehearse)
-        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held)
+        if micro is None:
+            replayed = ReplayedStep(
+                plan.executor,
+                self._optimizers,
+                [self._optimizers.members[own.position] for own in plan.finished.own_steps],
+                plan.watch.parameters,
+                leaves,
+                update=plan.update,
+                group=self._group,
+                scaling=self._scaling,
+                clip_norm=self.options.clip_norm,
+            )
+            updated = replayed.run(inspect=inspect, log=rehearse)
+            results = replayed.take(
+                plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held
+            )
+        else:
+            results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
         self.grad_norm = results.grad_norm
         if rehearse and updated:
             self._rehearsed(plan)

@@ -114,8 +114,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: every microbatch is the first one",
         "compiler/capture/batch.py",
-        "return t.narrow(0, index * rows, rows)",
-        "return t.narrow(0, 0, rows)",
+        "first, length = (index * each, each) if",
+        "first, length = (0, each) if",
         ("tests/capture/test_batch.py::test_microbatches_are_the_parts_of_the_batch_in_order",),
     ),
     PlantedFault(

@@ -139,18 +139,52 @@ def map_tensors(node: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return map_leaves(node, torch.Tensor, change)
 
 
-def microbatch(batch: Any, index: int, count: int) -> Any:
-    """The `index`-th of `count` equal parts of a batch along dimension 0. Scalars go to every part."""
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How `accumulate=` cuts a batch along dimension 0. `parts` are (first row, rows), as torch.chunk cuts them where
+    they are uneven; None where each tensor is cut into equal parts of its own."""
 
-    def part(t: torch.Tensor) -> torch.Tensor:
-        if t.dim() == 0:
-            return t
-        rows, rest = divmod(t.shape[0], count)
-        if rest:
-            raise CaptureError(
-                f"accumulate={count} does not divide a batch of {t.shape[0]} rows (a tensor of shape "
-                f"{tuple(t.shape)}). Choose a batch size that is a multiple of {count}."
-            )
-        return t.narrow(0, index * rows, rows)
+    count: int
+    parts: tuple[tuple[int, int], ...] | None = None
 
-    return map_tensors(batch, part)
+    def part(self, batch: Any, index: int) -> Any:
+        """The `index`-th part. Scalars go to every one."""
+        if self.count == 1:
+            return batch
+
+        def rows(t: torch.Tensor) -> torch.Tensor:
+            if t.dim() == 0:
+                return t
+            each = t.shape[0] // self.count
+            first, length = (index * each, each) if self.parts is None else self.parts[index]
+            return t.narrow(0, first, length)
+
+        return map_tensors(batch, rows)
+
+    def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
+        """The part's share of the batch's loss: that of its rows. Equal parts are averaged."""
+        if self.count == 1:
+            return loss
+        if self.parts is None or len({length for _, length in self.parts}) == 1:
+            return loss / self.count
+        return loss * (self.parts[index][1] / sum(length for _, length in self.parts))
+
+
+def cut(batch: Any, count: int) -> Cut:
+    """Into `count` parts, or as many as torch.chunk makes of so few rows."""
+    if count == 1:
+        return Cut(1)
+    shapes = {t.shape[0]: tuple(t.shape) for t in results_of(batch) if t.dim()}
+    odd = [rows for rows in shapes if rows % count]
+    if not odd:
+        return Cut(count)
+    if len(shapes) > 1:
+        raise CaptureError(
+            f"accumulate={count} does not divide a batch of {odd[0]} rows (a tensor of shape {shapes[odd[0]]}), and "
+            f"others of its tensors have {next(r for r in shapes if r != odd[0])}, so that it is not known which rows "
+            f"belong together. Choose a batch size that is a multiple of {count}."
+        )
+    [rows] = shapes
+    each = -(-rows // count)
+    parts = tuple((first, min(each, rows - first)) for first in range(0, rows, each))
+    return Cut(len(parts), parts)

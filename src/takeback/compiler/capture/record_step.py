@@ -17,7 +17,7 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
-from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch import cut, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
@@ -262,7 +262,7 @@ def _run(
     reachable: Sequence[torch.Tensor],
 ) -> _Ran:
     """The eager recipe: forward, backward, sum over microbatches, unscale, clip."""
-    count, scaling = subject.accumulate, subject.scaling
+    parted, scaling = cut((args, kwargs), subject.accumulate), subject.scaling
     if scaling is not None:
         scaling.begin_()
     total: torch.Tensor | None = None
@@ -270,15 +270,15 @@ def _run(
     has_aux = False
     foreign: dict[torch.nn.Parameter, str] = {}
     with recorder:
-        for index in range(count):
+        for index in range(parted.count):
             recorder.phase = Phase.FORWARD
-            part_args, part_kwargs = (args, kwargs) if count == 1 else microbatch((args, kwargs), index, count)
+            part_args, part_kwargs = parted.part((args, kwargs), index)
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             check_loss(loss, subject, first=index == 0)
             leaves = leaves_of(loss, subject, reachable)
             parts.append(aux)
-            part = loss if count == 1 else loss / count
+            part = parted.weigh(loss, index)
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
             foreign |= _backward(root, subject, leaves)
@@ -289,6 +289,10 @@ def _run(
             if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
                 p.grad = p.grad.resolve_conj().resolve_neg()
     recorder.mark_end_of_backward()
+    assert total is not None
+    ran = _Ran(total, open_objects(parts[0] if subject.accumulate == 1 else tuple(parts)), has_aux, None, foreign)
+    if not subject.updates:
+        return ran
     with recorder:
         if scaling is None:
             recorder.phase = Phase.UPDATE
@@ -296,8 +300,7 @@ def _run(
             scaling.unscale_()  # still the backward, and so is clipping: eager does both, then decides on the update
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
-    assert total is not None
-    return _Ran(total, open_objects(parts[0] if count == 1 else tuple(parts)), has_aux, norm, foreign)
+    return replace(ran, grad_norm=norm)
 
 
 def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
@@ -338,7 +341,7 @@ def _finish(
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = results_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
-    found_inf = subject.scaling.found_inf if subject.scaling is not None else None
+    found_inf = subject.scaling.found_inf if subject.scaling is not None and subject.updates else None
     made = [(d.holder, d.detached()) for d in subject.derived if d.is_new]
     held = [new for _, new in made]
     given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]

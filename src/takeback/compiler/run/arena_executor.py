@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.layout import Layout, asks_for_results, lay_out
-from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, regions
+from takeback.compiler.program import BufferId, Region, Scratch, Special, regions
 from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
@@ -48,7 +48,7 @@ class ArenaExecutor(Executor):
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
-        if self.program.buffers[region.buffer].role is Role.BATCH:
+        if self.program.buffers[region.buffer].role.handed:
             leaf = leaves[self.program.leaves[region.buffer]]
             return look(leaf, region.dtype, region.shape, region.stride, region.offset)
         return place(

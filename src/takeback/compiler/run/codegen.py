@@ -18,7 +18,7 @@ import torch
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload, reads_storage
 from takeback.compiler.ownership.kinds import Kind, may_vary
-from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Role, Special
+from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Special
 from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
@@ -265,13 +265,13 @@ class Emitter:
         return f"{function}({', '.join(parts)})"
 
     def _storage(self, region: Region) -> str:
-        if self.program.buffers[region.buffer].role is Role.BATCH:
+        if self.program.buffers[region.buffer].role.handed:
             return self._batch_region(region)
         return self.names.storage(region)
 
     def argument(self, arg: Argument) -> str:
         if isinstance(arg, Region):
-            if self.program.buffers[arg.buffer].role is Role.BATCH:
+            if self.program.buffers[arg.buffer].role.handed:
                 return self._batch_region(arg)
             return self.names.region(arg)
         if isinstance(arg, HyperScalar):

@@ -12,8 +12,9 @@ from types import CodeType
 import torch
 
 from takeback.compiler.capture import subject as subjects
+from takeback.compiler.capture.accumulation import finish_microbatch
 from takeback.compiler.capture.assumptions import NumberPlace
-from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
@@ -23,6 +24,7 @@ from takeback.compiler.capture.watch import Watch
 from takeback.compiler.layout import Layout, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
+from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.passes.siblings import knowing
 from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
@@ -34,6 +36,7 @@ from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
@@ -42,6 +45,10 @@ from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
 
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
+_ADDS = (
+    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
+    "is a plan of its own"
+)
 
 
 class PlanMaker:
@@ -49,10 +56,12 @@ class PlanMaker:
 
     def __init__(self, recipe: Recipe, options: Options, scaling: Scaling | None, group: Group | None) -> None:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
-        on_cpu = subjects.device_of(recipe.model).type == "cpu"
+        self.device = subjects.device_of(recipe.model)
+        on_cpu = self.device.type == "cpu"
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     @property
     def optimizers(self) -> Optimizers:
@@ -63,7 +72,7 @@ class PlanMaker:
         with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
             check_early(self.options, self.optimizers)
 
-    def subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
+    def subject(self, leaves: Sequence[torch.Tensor], *, updates: bool = True) -> Subject:
         """What is to be recorded, as the user's objects are now."""
         return subjects.build(
             self.recipe.model,
@@ -73,6 +82,7 @@ class PlanMaker:
             accumulate=self.options.accumulate,
             clip_norm=self.options.clip_norm,
             scaling=self.scaling,
+            updates=updates,
         )
 
     def recorded(
@@ -81,11 +91,11 @@ class PlanMaker:
         """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
         return RecordedStep(
             subject,
-            self.recipe,
+            self.recipe if subject.updates else self.microbatch_recipe,
             scaling=self.scaling,
             group=self.group,
             measure=measure,
-            recording=recorder(self.native, subjects.device_of(self.recipe.model)),
+            recording=recorder(self.native, self.device),
             leave=self.native.off if self.native is not None else None,
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
@@ -93,12 +103,12 @@ class PlanMaker:
             kin=kin,
         )
 
-    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
+    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None = None) -> Program:
         """The step as it is now, recorded and taken back."""
         with Transaction() as aside:
-            aside.at_end(self.recipe.drop_grads_)
+            aside.at_end(self.recipe.drop_grads_ if micro is None else micro.put_back_)
             aside.compute()
-            got = capture(self.subject(leaves), *batch, on_abort=aside.on_abort)
+            got = capture(self.subject(leaves, updates=micro is None), *batch, on_abort=aside.on_abort)
             got.rewind_()
         return got.program
 
@@ -110,12 +120,75 @@ class PlanMaker:
         got: Capture,
         leaves: Sequence[torch.Tensor],
         sibling: Plan | None,
+        micro: Microbatch | None = None,
     ) -> Plan:
-        """Of a recording. The choices of a `sibling` are taken over, if they are as good here."""
-        options, group = self.options, self.group
-        pattern = sibling.family.pattern if sibling is not None else None
+        """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
+        taken over, if they are as good here."""
         family = sibling.family if sibling is not None else Family()
-        finished = finish_program(
+        finished = self._finished(subject, got, leaves, micro, family.pattern)
+        if family.pattern is not None:
+            finished = replace(finished, program=knowing(finished.program, family.pattern.executor.program))
+        sharing = self.group.sharing if self.group is not None and micro is None else None
+        planned, searched = self._laid_out_like(finished, family.pattern, sharing)
+        numbers = numbers_of(planned.layout.draft.program)
+        plan = Plan(
+            key=key,
+            outline=outline,
+            recorded=got.program,
+            kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
+            family=family,
+            is_sibling=not searched,
+            proved=not searched and family.pattern is not None and family.pattern.proved,
+            rehearsals=0 if searched else 1,
+            watch=Watch(subject, got.assumptions, leaves),
+            finished=finished,
+            executor=self.executor(planned.layout, family.codes),
+            aux_form=got.aux_form,
+            has_aux=got.has_aux,
+            names=_names(subject),
+            planned=planned,
+            numbers=numbers,
+            aside=got.aside,
+            held=got.held,
+            notes=got.notes if micro is None else (*got.notes, _ADDS),
+        )
+        if searched and plan.kin is not None:
+            family.pattern = plan
+        return plan
+
+    def _laid_out_like(self, finished: Finished, pattern: Plan | None, sharing: Sharing | None) -> tuple[Planned, bool]:
+        """With what was chosen for a plan of other shapes, or else by a search of its own, and whether it was that."""
+        if pattern is not None:
+            planned = self.lay_out(finished, self.options, sharing, pattern.executor.layout)
+            if self.options.memory == "keep" or _as_good(planned.layout, finished.program, pattern):
+                return planned, False
+        return self.lay_out(finished, self.options, sharing), True
+
+    def lay_out(
+        self, finished: Finished, options: Options, sharing: Sharing | None = None, sibling: Layout | None = None
+    ) -> Planned:
+        """A finished program, planned. `sharing`: its gradients are averaged over a group. `sibling`: of other shapes,
+        whose choices are taken over."""
+        seconds = cost_of(finished.program)
+        settings = settings_for(
+            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+        )
+        if finished.adds is not None:  # each gradient is added as soon as it is complete
+            settings = replace(settings, early=True)
+        return plan_within(finished.program, finished.kept, options, settings, sibling=sibling)
+
+    def _finished(
+        self,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        micro: Microbatch | None,
+        pattern: Plan | None,
+    ) -> Finished:
+        if micro is not None:
+            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+        options = self.options
+        return finish_program(
             got.program,
             self.optimizers,
             subject.parameters,
@@ -125,47 +198,6 @@ class PlanMaker:
             keep_grads=options.keep_grads,
             scaling=self.scaling,
         )
-        sharing = group.sharing if group is not None else None
-        seconds = cost_of(finished.program)
-        settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
-        )
-        planned: Planned | None = None
-        if pattern is not None:
-            finished = replace(finished, program=knowing(finished.program, pattern.executor.program))
-            layout = pattern.executor.layout
-            planned = plan_within(finished.program, finished.kept, options, settings, sibling=layout)
-            if options.memory != "keep" and not _as_good(planned.layout, finished.program, pattern):
-                planned = None
-        like = pattern if planned is not None else None
-        if planned is None:
-            planned = plan_within(finished.program, finished.kept, options, settings)
-        numbers = numbers_of(planned.layout.draft.program)
-        plan = Plan(
-            key=key,
-            outline=outline,
-            recorded=got.program,
-            # What such a plan does not watch, a sibling's must.
-            kin=got.kin if not numbers else None,
-            family=family,
-            is_sibling=like is not None,
-            proved=like is not None and like.proved,
-            watch=Watch(subject, got.assumptions, leaves),
-            finished=finished,
-            executor=self.executor(planned.layout, family.codes),
-            aux_form=got.aux_form,
-            has_aux=got.has_aux,
-            names=tuple(subject.names[id(p)] for p in subject.parameters),
-            planned=planned,
-            numbers=numbers,
-            aside=got.aside,
-            held=got.held,
-            notes=got.notes,
-            rehearsals=0 if like is None else 1,
-        )
-        if like is None and plan.kin is not None:
-            plan.family.pattern = plan
-        return plan
 
     def _why_own_steps(self, sibling: Plan | None) -> tuple[str | None, ...]:
         """What was found of the optimizers holds for a sibling: they are watched."""
@@ -174,9 +206,10 @@ class PlanMaker:
         known = {own.position: own.reason for own in sibling.finished.own_steps}
         return tuple(known.get(i) for i in range(len(self.optimizers.members)))
 
-    def executor(self, layout: Layout, codes: dict[str, CodeType]) -> Executor:
+    def executor(self, layout: Layout, codes: dict[str, CodeType] | None = None) -> Executor:
         """Of a layout, on this step's device. `codes` are those of its siblings, by source."""
-        reducer = self.group.reducer if self.group is not None else None
+        sends = layout.program.flags is not None
+        reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
             return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
         return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer, codes=codes)
@@ -190,6 +223,10 @@ def _as_good(layout: Layout, recorded: Program, pattern: Plan) -> bool:
         return True
     share = there / max(1, pattern.eager_bytes)
     return here <= eager_peak(recorded).transient_bytes * share * (1 + _WORSE)
+
+
+def _names(subject: Subject) -> tuple[str, ...]:
+    return tuple(subject.names[id(p)] for p in subject.parameters)
 
 
 def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> Capture | None:

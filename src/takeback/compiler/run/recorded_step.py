@@ -56,19 +56,9 @@ class RecordedStep:
             if self.leave is not None:
                 step.at_end(self.leave)
             step.compute()
-            got = capture(
-                self.subject,
-                *batch,
-                recording=self.recording,
-                on_abort=step.on_abort,
-                numbers=self.numbers,
-                kin=self.kin.kin if self.kin is not None else None,
-            )
-            step.on_abort(got.rewind_)
-            sibling = self.kin if self.kin is not None and are_siblings(self.kin.recorded, got.program) else None
-            # That a step gives the same bits each time, and while it is recorded, is shown once for its ops. A kernel
-            # of a GPU's may use atomics for some sizes only; and a group wants gradients as they are before clipping.
-            if sibling is None or group is not None or got.program.device_type != "cpu":
+            got = self.capture(batch, step.on_abort)
+            sibling = self.sibling_of(got)
+            if group is not None or self.is_new(got, sibling):  # a group wants gradients as they are before clipping
                 prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
             norm = got.grad_norm
             if group is not None:
@@ -90,6 +80,22 @@ class RecordedStep:
             if not keep_grads:
                 recipe.drop_grads_()
         return Results(got.loss.clone(), got.aux, got.has_aux, norm)
+
+    def capture(self, batch: Batch, on_abort: Callable[[Callable[[], None]], None]) -> Capture:
+        """The recording itself."""
+        kin = self.kin.kin if self.kin is not None else None
+        got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
+        on_abort(got.rewind_)
+        return got
+
+    def sibling_of(self, got: Capture) -> Plan | None:
+        """The plan for other shapes that calls the same ops."""
+        return self.kin if self.kin is not None and are_siblings(self.kin.recorded, got.program) else None
+
+    def is_new(self, got: Capture, sibling: Plan | None) -> bool:
+        """Whether it is still to be shown that these ops give the same bits each time, and while they are recorded. On
+        a GPU a kernel may use atomics for some sizes only."""
+        return sibling is None or got.program.device_type != "cpu"
 
     def _snapshot(self) -> Snapshot:
         held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()
