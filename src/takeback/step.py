@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
+from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
     MicrobatchBesideEager,
@@ -65,7 +67,7 @@ def compile_step(
     group: object | None = None,
     keep_grads: bool = False,
     verify_every: int | None = None,
-    max_plans: int = 8,
+    max_plans: int | None = None,
     poison: bool = False,
     solve_s: float = 120.0,
     unplanned: str = "raise",
@@ -93,7 +95,9 @@ def compile_step(
     verify_every  None: from time to time, ever more rarely, the loss of a replay is compared with that of eager's
                   forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
                   repeated in eager on the same state, and a difference raises VerifyError. 0: neither
-    max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
+    max_plans     how many plans (shapes, train/eval, ...) are kept. None: as many as memory allows; from the third on
+                  a plan for new shapes is made when steps have taken as long as the plans before it. Batches without
+                  one run plainly in eager; see docs/lengths.md and step.counts
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
@@ -133,6 +137,7 @@ class CompiledStep:
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
         self._plans = PlanCache(options.max_plans)
+        self._earnings = Earnings(explicit=options.max_plans is not None)
         self._turn = Turn()
         self._replays = 0
         self._news = subjects.NewPlans()
@@ -169,9 +174,12 @@ class CompiledStep:
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
         ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        plans, start = self._plans.last, time.perf_counter()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
+            new = self._plans.last is not plans and self._plans.last is not None and not self._plans.last.replays
+            self._earnings.spent_(time.perf_counter() - start, on_plan=new)
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
@@ -226,12 +234,14 @@ class CompiledStep:
             else:
                 self._unplanned.planned_(new=False)
                 return out
-        if self.options.unplanned == "raise":
-            return self._record(key, batch, leaves, missed, changed, micro)
-        reason = self._unplanned.waits_(key)
+        outline = (outline_of(batch), *key[1:])
+        reason = self._waits(key, outline) if missed is None and changed is None else None
+        if reason is None and self.options.unplanned == "raise":
+            return self._record(key, outline, batch, leaves, missed, changed, micro)
+        reason = reason or self._unplanned.waits_(key)
         if reason is None:
             try:
-                return self._record(key, batch, leaves, missed, changed, micro)
+                return self._record(key, outline, batch, leaves, missed, changed, micro)
             except CaptureError as error:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
@@ -242,6 +252,17 @@ class CompiledStep:
         self._unplanned.ran_plainly_(reason)
         self.grad_norm = results.grad_norm
         return results.returned
+
+    def _waits(self, key: tuple[Hashable, ...], outline: Hashable) -> str | None:
+        """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
+        options = self.options
+        if options.group is not None or options.poison or options.verify_every:
+            return None  # ranks decide alike; and who debugs wants to see plans
+        siblings = self._plans.of_outline(outline)
+        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room())
+        if reason is NO_ROOM:
+            self._earnings.warn_(subjects.difference(siblings[0].key, key), len(self._plans))
+        return reason
 
     @property
     def counts(self) -> StepCounts:
@@ -278,6 +299,7 @@ class CompiledStep:
     def _record(
         self,
         key: tuple[Hashable, ...],
+        outline: Hashable,
         batch: Batch,
         leaves: Sequence[torch.Tensor],
         missed: Op | None,
@@ -294,11 +316,11 @@ class CompiledStep:
             micro.check()
         subject = self._maker.subject(leaves, updates=micro is None)
         self._derived = subject.derived
-        self._news.note(key, changed)
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
-        outline = (outline_of(batch), *key[1:])
         kin = self._plans.kin(outline, leaves) if older is None else None
+        if kin is None:
+            self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
@@ -324,7 +346,7 @@ class CompiledStep:
         plan.family.replays += 1
         proof = self._proof
         run = functools.partial(self._replay, plan, leaves, micro=micro)
-        due = proof.is_due(proved=plan.proved, replays=self._replays)
+        due = proof.is_due(proved=plan.is_proved, replays=self._replays)
         if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
             return run()
         beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
@@ -400,7 +422,7 @@ class CompiledStep:
             plan.rehearsals = 2
         else:
             plan.executor = self._maker.executor(layout, plan.family.codes)
-            plan.proved = plan.is_sibling  # other places: compared with eager once more, but of a family the first
+            plan.proved = False  # other places: compared with eager once more
 
 
 def _schedule(verify_every: int | None) -> Schedule:

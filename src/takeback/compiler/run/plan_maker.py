@@ -138,7 +138,6 @@ class PlanMaker:
             kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
             family=family,
             is_sibling=not searched,
-            proved=not searched and family.pattern is not None and family.pattern.proved,
             rehearsals=0 if searched else 1,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,

@@ -23,9 +23,13 @@ from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.planning import Planned
 from takeback.compiler.program import Number, Op, Program
+from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
 from takeback.errors import CaptureError
+
+_IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
+_MOST_MISSES = 8
 
 
 @dataclass
@@ -61,9 +65,16 @@ class Plan:
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
     replays: int = 0
+    used_at: int = 0  #: the call in which it was
     right_at: int = 0  #: the replay that was last compared with eager
     numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
+
+    @property
+    def is_proved(self) -> bool:
+        """Of siblings one is enough: the same kernels in the same order, each in bytes that were checked."""
+        pattern = self.family.pattern
+        return self.proved or (self.is_sibling and pattern is not None and pattern.proved)
 
     @property
     def original(self) -> Program:
@@ -104,11 +115,13 @@ class Plan:
 
 
 class PlanCache(Sequence[Plan]):
-    """At most `most` plans, most recently used first."""
+    """At most `most` plans, or as many as memory allows, most recently used first."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self.last: Plan | None = None  #: the one used last, also after it was dropped
-        self._most = most
+        self.dropped = 0  #: for want of room
+        self._given = most
+        self._calls = 0
         self._plans: tuple[Plan, ...] = ()  # replaced as a whole: Ctrl-C may come at any time
         self._misses = 0  #: recordings in a row because no plan had the values that the step read into Python
 
@@ -123,6 +136,24 @@ class PlanCache(Sequence[Plan]):
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        if self._given is not None:
+            return self._given
+        return plans_that_fit(max((len(plan.original.ops) for plan in self._plans), default=1))
+
+    def of_outline(self, outline: Hashable) -> tuple[Plan, ...]:
+        """The plans for batches that differ from one another in their shapes alone."""
+        return tuple(plan for plan in self._plans if plan.outline == outline)
+
+    def has_room(self) -> bool:
+        """Whether a plan can be added without dropping one that is in use: one that has come up among the last few
+        calls for each plan there is."""
+        if len(self._plans) < self.most:
+            return True
+        return self._calls - self._plans[-1].used_at > _IN_USE * len(self._plans)
 
     def under(self, key: Hashable) -> tuple[Plan, ...]:
         """The plans for batches of this key. Whether one applies is asked when its turn comes: a trial of the one
@@ -147,7 +178,9 @@ class PlanCache(Sequence[Plan]):
         return None
 
     def add_(self, plan: Plan) -> None:
-        self._plans = (plan, *self._plans)[: self._most]
+        plans = (plan, *self._plans)
+        plan.used_at = self._calls = self._calls + 1
+        self._plans, self.dropped = plans[: self.most], self.dropped + len(plans[self.most :])
         self.last = plan
 
     def used_(self, plan: Plan) -> None:
@@ -155,6 +188,7 @@ class PlanCache(Sequence[Plan]):
         if self._plans[0] is not plan:
             self._plans = (plan, *(p for p in self._plans if p is not plan))
         self.last = plan
+        plan.used_at = self._calls = self._calls + 1
         self._misses = 0
 
     def drop_(self, plan: Plan) -> None:
@@ -164,7 +198,7 @@ class PlanCache(Sequence[Plan]):
         """No plan had the value that `op` read into Python. Raises where that keeps happening: each step is right, but
         none is ever compiled."""
         self._misses += 1
-        if self._misses >= self._most:
+        if self._misses >= min(self.most, _MOST_MISSES):
             where = op.site.describe() if op.site else "an unknown line"
             raise CaptureError(
                 f"the step reads a tensor into Python at {where}, and the value was a new one {self._misses} "
