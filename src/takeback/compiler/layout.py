@@ -12,9 +12,12 @@ Time is counted in ticks finer than ops, because an op's scratch comes and goes 
 from __future__ import annotations
 
 import contextlib
+import functools
+import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from takeback import native
 from takeback.compiler.ownership import borrow
 from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
@@ -29,10 +32,12 @@ from takeback.compiler.plan import (
     lower_bound_bytes,
     solve,
     solve_around,
+    placing,
     validate,
 )
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
 from takeback.errors import BorrowError, PlanError
+from takeback.options import compiler, open_cache
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
 
@@ -179,12 +184,12 @@ def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) 
     """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
     if that makes the arena smaller; then the draft says so."""
     problem = Problem(items, packs=_packs(draft, owners))
-    solution = solve(problem)
+    solution = solve(problem, _placing)
     needed = draft.program.flags is not None  # a group reduces them in one piece
     if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
         return draft, problem, solution
     loose = Problem(items)
-    other = solve(loose)
+    other = solve(loose, _placing)
     more = solution.arena_bytes - other.arena_bytes
     if more <= 0:
         return draft, problem, solution
@@ -196,6 +201,16 @@ def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) 
             size = draft.program.buffers[b].size_bytes
             refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+
+
+@functools.cache
+def _placing() -> placing.PlaceFunction | None:
+    """The solver's inner loop in C++; None where it cannot be built, and whoever needs a compiler for more than speed
+    has warned (run/allocator.py)."""
+    try:
+        return native.load(placing.SOURCE, placing.FLAGS, placing.opened, cache=open_cache(), compiler=compiler())
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
 
 
 def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:
@@ -230,6 +245,18 @@ def _ticks(ops: tuple[Op, ...]) -> list[int]:
         events = max((max(s.start, s.end or 0) + 1 for s in op.scratch), default=0)
         ticks.append(ticks[-1] + 2 + events)
     return ticks
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """An op in words, which are made when they are asked for."""
+
+    op: Op
+    program: Program
+    before: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.before}{show_op(self.op, self.program.buffers)[:200]}"
 
 
 def effects(layout: Layout) -> Iterator[borrow.Effect]:
@@ -276,10 +303,10 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             for e in arena.requests[position]
             if e.result is None and e.offset_bytes != PASS
         )
-        label = show_op(op, program.buffers)[:200]
+        label = _Label(op, program)
         operands = tuple(reads.values())
         if scratch:
             # Scratch that is released before a result is asked for may lie where the result will: the operands must
             # survive it, the results come after it. What overlaps in time as well is the validator's to find.
-            yield borrow.Effect(position, f"scratch of {label}", operands, (), scratch=scratch)
+            yield borrow.Effect(position, _Label(op, program, "scratch of "), operands, (), scratch=scratch)
         yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

@@ -10,11 +10,13 @@ Packs are put down before all else, hung from the ceiling or piled up from 0: wh
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from takeback.compiler.plan.placing import PlaceFunction, Placer
 from takeback.compiler.plan.problem import Item, Problem, Solution, aligned_bytes, lower_bound_bytes
 
 # The search is bounded by placements, not by seconds: a plan must not depend on the machine that made it.
@@ -26,6 +28,9 @@ MOST_PROMOTED_MOMENTS = 8
 PRESSURE_LEVELS = 20
 # Where a pass over an array takes less time than a loop over rows, as measured on an AMD EPYC.
 FEWEST_IN_COLUMNS = 400
+
+# Fewer are placed before a library is opened.
+FEWEST_IN_NATIVE = 50
 
 Ints = NDArray[np.int64]
 
@@ -46,6 +51,7 @@ class _Table:
     ceiling: int
     #: sizes, starts and ends once more: one element of a list is read faster than one of an array
     lists: tuple[list[int], list[int], list[int]]
+    native: Placer | None  #: the loop of `_place` in C++
 
 
 @dataclass(frozen=True)
@@ -69,15 +75,17 @@ class _Attempt:
     placements: int
 
 
-def solve(problem: Problem) -> Solution:
-    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item."""
+def solve(problem: Problem, native: Callable[[], PlaceFunction | None] | None = None) -> Solution:
+    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item. `native` is
+    asked, for all but a few items, for the inner loop in C++, which gives the same offsets."""
     occupying = [item for item in problem.items if item.size_bytes]
     offsets = {item.id: 0 for item in problem.items}
     if not occupying:
         return Solution(offsets, 0, "nothing to place")
     # Ties are broken by position in the table, hence by id.
     occupying.sort(key=lambda item: item.id)
-    table = _table(occupying, problem)
+    function = native() if native is not None and len(occupying) >= FEWEST_IN_NATIVE else None
+    table = _table(occupying, problem, function)
     pins = _pins(table, occupying, problem)
     best, order = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
     assert best.offsets is not None
@@ -123,7 +131,7 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
     return best, best_name
 
 
-def _table(items: list[Item], problem: Problem) -> _Table:
+def _table(items: list[Item], problem: Problem, function: PlaceFunction | None) -> _Table:
     sizes = np.array([aligned_bytes(item.size_bytes, problem.alignment_bytes) for item in items], dtype=np.int64)
     starts = np.array([item.start for item in items], dtype=np.int64)
     ends = np.array([item.end for item in items], dtype=np.int64)
@@ -144,6 +152,7 @@ def _table(items: list[Item], problem: Problem) -> _Table:
         peak_at=int(moments[live.argmax()]),
         ceiling=lower_bound_bytes(problem),
         lists=(sizes.tolist(), starts.tolist(), ends.tolist()),
+        native=Placer(function, sizes, starts, ends) if function is not None else None,
     )
 
 
@@ -230,6 +239,8 @@ def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_St
 
 def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _Attempt:
     """Places all items in the strategy's order; gives up once the arena is no smaller than `give_up_at`."""
+    if table.native is not None:
+        return _place_natively(table, table.native, strategy, give_up_at)
     sizes, starts, ends = table.lists
     offsets = [0] * len(sizes)
     arena_bytes = 0
@@ -257,6 +268,25 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
         if give_up_at is not None and arena_bytes >= give_up_at:
             return _Attempt(None, arena_bytes, sticking_out, count + 1)
     return _Attempt(offsets, arena_bytes, sticking_out, len(sizes))
+
+
+def _place_natively(table: _Table, native: Placer, strategy: _Strategy, give_up_at: int | None) -> _Attempt:
+    offsets = np.zeros(len(table.sizes), dtype=np.int64)
+    pinned = np.fromiter(strategy.pinned, dtype=np.int64, count=len(strategy.pinned))
+    offsets[pinned] = list(strategy.pinned.values())
+    found = native.place(
+        np.array(strategy.order, dtype=np.int64),
+        pinned,
+        np.array(strategy.hangs, dtype=np.uint8),
+        offsets=offsets,
+        best_fit=strategy.best_fit,
+        ceiling=table.ceiling,
+        give_up_at=give_up_at,
+    )
+    gave_up = give_up_at is not None and found.arena_bytes >= give_up_at
+    return _Attempt(
+        None if gave_up else found.offsets.tolist(), found.arena_bytes, found.sticking_out.tolist(), found.placed
+    )
 
 
 class _PlacedColumns:
