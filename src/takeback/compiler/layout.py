@@ -12,9 +12,12 @@ Time is counted in ticks finer than ops, because an op's scratch comes and goes 
 from __future__ import annotations
 
 import contextlib
+import functools
+import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from takeback import native
 from takeback.compiler.ownership import borrow
 from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
@@ -29,12 +32,14 @@ from takeback.compiler.plan import (
     Solution,
     enough_bytes,
     lower_bound_bytes,
+    placing,
     solve,
     solve_around,
     validate,
 )
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
 from takeback.errors import BorrowError, PlanError
+from takeback.options import compiler, open_cache
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
 
@@ -190,12 +195,12 @@ def _solve(
     loose = Problem(items)
     if like is not None and problem.packs and not needed and not like.packed:
         why = "packed, the arena of a plan for other shapes would be larger"
-        return _unpacked(draft, owners, why), loose, solve(loose, like)
-    solution = solve(problem, like)
+        return _unpacked(draft, owners, why), loose, solve(loose, _placing, like)
+    solution = solve(problem, _placing, like)
     bound = lower_bound_bytes(problem)
     if not problem.packs or needed or solution.arena_bytes <= (bound if like is None else enough_bytes(like, bound)):
         return draft, problem, solution
-    other = solve(loose)
+    other = solve(loose, _placing)
     more = solution.arena_bytes - other.arena_bytes
     if more <= 0:
         return draft, problem, solution
@@ -212,6 +217,16 @@ def _unpacked(draft: Draft, owners: Collection[BufferId], why: str) -> Draft:
             size = draft.program.buffers[b].size_bytes
             refusals.append(Refusal("pack", "gradient", b, size, why))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
+
+
+@functools.cache
+def _placing() -> placing.PlaceFunction | None:
+    """The solver's inner loop in C++; None where it cannot be built, and whoever needs a compiler for more than speed
+    has warned (run/allocator.py)."""
+    try:
+        return native.load(placing.SOURCE, placing.FLAGS, placing.opened, cache=open_cache(), compiler=compiler())
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
 
 
 def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:
@@ -249,15 +264,15 @@ def _ticks(ops: tuple[Op, ...]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _OpLabel:
-    """An op in words, for who asks."""
+class _Label:
+    """An op in words, which are made when they are asked for."""
 
     op: Op
     program: Program
-    prefix: str = ""
+    before: str = ""
 
     def __str__(self) -> str:
-        return self.prefix + show_op(self.op, self.program.buffers)[:200]
+        return f"{self.before}{show_op(self.op, self.program.buffers)[:200]}"
 
 
 def effects(layout: Layout) -> Iterator[borrow.Effect]:
@@ -304,9 +319,10 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             for e in arena.requests[position]
             if e.result is None and e.offset_bytes != PASS
         )
+        label = _Label(op, program)
         operands = tuple(reads.values())
         if scratch:
             # Scratch that is released before a result is asked for may lie where the result will: the operands must
             # survive it, the results come after it. What overlaps in time as well is the validator's to find.
-            yield borrow.Effect(position, _OpLabel(op, program, "scratch of "), operands, (), scratch=scratch)
-        yield borrow.Effect(position, _OpLabel(op, program), operands, tuple(writes), frozenset(allowed))
+            yield borrow.Effect(position, _Label(op, program, "scratch of "), operands, (), scratch=scratch)
+        yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -206,7 +207,7 @@ def _attempt(
             real,
             reachable=before.tensors,
             generators=before.generators if real else (),
-            held=functools.partial(_held_by, subject.model),
+            held=_Attributes(subject.model).tensors,
             own=own,
             onlooker=onlooker,
         )
@@ -235,12 +236,27 @@ def _attempt(
     return got if hidden else replace(got, trace=trace)
 
 
-def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that are attributes of the model's modules, registered or not."""
-    for module in model.modules():
-        for value in (*vars(module).values(), *module._buffers.values()):
-            if isinstance(value, torch.Tensor):
-                yield value
+class _Attributes:
+    """The attributes of a model's modules. Asked for before many ops: the modules are walked only if they are others."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._children: list[Mapping[str, torch.nn.Module | None]] = []
+        self._known: list[torch.nn.Module | None] = []
+        self._tables: list[Mapping[str, Any]] = []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that are tensors, registered or not."""
+        now = [child for table in self._children for child in table.values()]
+        if not self._tables or len(now) != len(self._known) or not all(map(operator.is_, now, self._known)):
+            modules = list(self._model.modules())
+            self._children = [m._modules for m in modules]
+            self._known = [child for table in self._children for child in table.values()]
+            self._tables = [table for m in modules for table in (vars(m), m._buffers)]
+        for table in self._tables:
+            for value in table.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Effect:
     """
 
     op: int
-    label: object  #: its str() is asked for in an error only
+    label: object  #: its words are asked for in an error only
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     may_overwrite: frozenset[tuple[int, int]] = frozenset()
@@ -70,18 +70,19 @@ class _Owner:
 
     value: int | None
     access: Access | None = None
-    effect: Effect | None = None  #: None: before all of them
+    effect: Effect | None = None  #: what wrote it, or left it behind
 
     @property
     def story(self) -> str:
-        if self.access is not None:
-            how = "lives there from the start" if self.effect is None else f"was written by {self.effect}"
-            return f"they belong to value {self.access.value} '{self.access.label}', which {how}"
-        return (
-            "nothing was ever written there"
-            if self.effect is None
-            else f"they are scratch that {self.effect} left behind"
-        )
+        """In words, for an error."""
+        if self.access is None:
+            return (
+                "nothing was ever written there"
+                if self.effect is None
+                else f"they are scratch that {self.effect} left behind"
+            )
+        how = "lives there from the start" if self.effect is None else f"was written by {self.effect}"
+        return f"they belong to value {self.value} '{self.access.label}', which {how}"
 
 
 _NOBODY = _Owner(None)
@@ -160,6 +161,8 @@ def _check_own_reads(effect: Effect) -> None:
 
 
 def _check_own_writes(effect: Effect) -> None:
+    if len(effect.writes) < 2:
+        return
     # Sorted, two spans overlap only if two neighbours do, once the empty ones are gone.
     in_place = sorted((w for w in effect.writes if w.span.start_bytes < w.span.end_bytes), key=_placement)
     for below, above in pairwise(in_place):
