@@ -30,6 +30,7 @@ from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.group import Group
@@ -318,15 +319,16 @@ class CompiledStep:
         self._derived = subject.derived
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
-        kin = self._plans.kin(outline, leaves) if older is None else None
-        if kin is None:
+        kin = self._plans.kin(outline, leaves) if older is None else ()
+        if not kin:
             self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro))
+            with collector_paused():
+                self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro))
 
         recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
         if micro is None:

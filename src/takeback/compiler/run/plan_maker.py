@@ -86,9 +86,9 @@ class PlanMaker:
         )
 
     def recorded(
-        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Plan | None
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Sequence[Plan]
     ) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
+        """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
         return RecordedStep(
             subject,
             self.recipe if subject.updates else self.microbatch_recipe,
