@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,7 +83,7 @@ class Twins:
 
 
 @pytest.fixture
-def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     made: list[object] = []
     search = recompute.Search.__init__
 
@@ -92,7 +92,7 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
         search(self, *args, **options)
 
     monkeypatch.setattr(recompute.Search, "__init__", counted)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize("memory", ["auto", "min", "keep", "0.9x"])
