@@ -23,7 +23,7 @@ STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan",
 TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "__init__")
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
-GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel")
+GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
 PARTS = (*COMPILER, *EAGER, *GROUND)
 
 # Of COMPILER, what each part may import besides itself: planning never knows executors or reports.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import take_apart
+from takeback.compiler.capture.batch import batch_in_words, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -40,6 +40,7 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError, StalePlanError
 from takeback.options import Options
+from takeback.progress import Doing, Work
 
 
 def compile_step(
@@ -227,6 +228,10 @@ class CompiledStep:
             notes=plan.notes,
         )
 
+    def _work(self, what: str) -> Work:
+        """Something that may be long; of a group's ranks one says so on its terminal."""
+        return Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
+
     # -- a new plan --------------------------------------------------------------------------------------------
 
     def _record(
@@ -253,10 +258,14 @@ class CompiledStep:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, subject, anew or got, leaves))
+            plan = self._maker.plan(key, subject, anew or got, leaves, work)
+            plan.made_for = made_for
+            self._plans.add_(plan)
 
         recorded = self._maker.recorded(subject, self._proof.measure, numbers)
-        results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+        made_for = batch_in_words(batch)
+        with self._work(f"new plan for {made_for}") as work:
+            results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads, work=work)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
@@ -292,7 +301,12 @@ class CompiledStep:
             record=functools.partial(self._maker.program_now, batch, leaves),
         )
         if due:
-            return replay.beside_a_step()
+            new = not plan.proved
+            with self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay") as work:
+                work.begin(Doing.PROVING)
+                out = replay.beside_a_step()
+            plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
+            return out
         try:
             return replay.beside_a_forward()
         except StalePlanError:

@@ -35,8 +35,10 @@ from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
+from takeback.compiler.run.spent import Spent, watcher_for
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
+from takeback.progress import Doing, Work
 
 
 class PlanMaker:
@@ -94,9 +96,10 @@ class PlanMaker:
             got.rewind_()
         return got.program
 
-    def plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
-        """Of a recording."""
+    def plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor], work: Work) -> Plan:
+        """Of a recording. `work` is told what is being done."""
         options, group = self.options, self.group
+        work.begin(Doing.RECORDING)  # of the update
         finished = finish_program(
             got.program,
             self.optimizers,
@@ -108,12 +111,20 @@ class PlanMaker:
             scaling=self.scaling,
         )
         sharing = group.sharing if group is not None else None
+        work.begin(Doing.MEASURING)
         seconds = cost_of(finished.program)
         settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+            finished.program,
+            options,
+            seconds,
+            home=self.home,
+            sharing=sharing,
+            progress=work.tell,
+            notes=seconds.notes,
         )
-        planned = plan_within(finished.program, finished.kept, options, settings)
-        return Plan(
+        planned = plan_within(finished.program, finished.kept, options, settings, watch=watcher_for(work))
+        work.begin(Doing.WRITING)
+        plan = Plan(
             key=key,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
@@ -128,6 +139,9 @@ class PlanMaker:
             held=got.held,
             notes=got.notes,
         )
+        work.begin(None)
+        plan.spent = Spent.of(work.seconds)
+        return plan
 
     def executor(self, layout: Layout) -> Executor:
         """Of a layout, on this step's device."""

@@ -22,6 +22,7 @@ from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.program import Number, Op, Program
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
+from takeback.compiler.run.spent import Spent
 from takeback.errors import CaptureError
 
 
@@ -48,6 +49,8 @@ class Plan:
     right_at: int = 0  #: the replay that was last compared with eager
     numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
+    made_for: str = ""  #: the batch it was recorded with, in words
+    spent: Spent = field(default_factory=Spent)  #: on making it
 
     @property
     def original(self) -> Program:

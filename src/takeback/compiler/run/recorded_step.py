@@ -20,6 +20,7 @@ from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
 from takeback.errors import CaptureError, PlanError
+from takeback.progress import Doing, Work
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RecordedStep:
 
     numbers: Sequence[NumberPlace] = ()  #: to be traced
 
-    def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
+    def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool, work: Work) -> Results:
         """What eager gave. `then` is called after the commit: if it raises, the step is
         taken back where it is revocable, and stays where it is not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
@@ -53,9 +54,12 @@ class RecordedStep:
             if self.leave is not None:
                 step.at_end(self.leave)
             step.compute()
+            work.begin(Doing.RECORDING)
             got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort, numbers=self.numbers)
             step.on_abort(got.rewind_)
+            work.begin(Doing.PROVING)
             prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+            work.begin(None)
             norm = got.grad_norm
             if group is not None:
                 group.average_grads_(in_one_piece=self.in_one_piece)
