@@ -1,6 +1,6 @@
 """takeback.bucket: what padding to few lengths costs and saves in plain eager training, on a small BERT.
 
-    python benchmarks/bucket.py [--rounds 5] [--out FILE]
+    python benchmarks/bucket.py [--rounds 3] [--out FILE]
 
 An epoch over texts of log-normal lengths, in batches that are padded
   to the longest item of each batch       drawn at random, as DataLoader and DataCollatorWithPadding do
@@ -11,7 +11,9 @@ An epoch over texts of log-normal lengths, in batches that are padded
 lengths    how many different lengths the batches of all epochs had
 plans      how many different shapes: takeback needs a plan for each
 padding    the part of all tokens that is padding
-time       of an epoch in eager; ratios are medians over rounds of one system's time over another's in the same round
+time       of an epoch in eager, in seconds of the CPU (one thread: others may use the machine meanwhile); ratios are
+           medians over rounds of one system's time over another's in the same round, whose epochs run in turns of a
+           few batches each
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import takeback as tb
 from common import machine, ratio
 
 ITEMS, BATCH, LONGEST, MEDIAN, SPREAD = 1000, 16, 256, 48, 0.65
+TURNS = 9
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)
 DYNAMIC, GROUPED, ALWAYS = "longest of the batch", "longest of the batch, grouped by length", "longest of the data"
 CONFIG = {
@@ -99,24 +102,27 @@ def measured(systems: Mapping[str, DataLoader], rounds: int, console: Console) -
     tokens: dict[str, list[int]] = {name: [0, 0] for name in systems}  # all, and those that are texts
     times: dict[str, list[float]] = {name: [] for name in systems}
 
-    def epoch(batches: Iterable[Mapping[str, torch.Tensor]]) -> float:
-        start = time.perf_counter()
+    def train(batches: Iterable[Mapping[str, torch.Tensor]]) -> float:
+        start = time.process_time()
         for batch in batches:
             optimizer.zero_grad()
             model(**batch).loss.backward()
             optimizer.step()
-        return time.perf_counter() - start
+        return time.process_time() - start
 
-    epoch(list(systems[DYNAMIC])[:5])
-    turns = [(r, name) for r in range(rounds) for name in random.Random(r).sample(list(systems), len(systems))]
-    for _, name in track(turns, "epochs", console=console, transient=True):
-        batches = list(systems[name])  # what the loader itself takes is not counted
-        for batch in batches:
-            shapes[name].add(tuple(batch["input_ids"].shape))
-            tokens[name][0] += batch["input_ids"].numel()
-            tokens[name][1] += int(batch["attention_mask"].sum())
-        gc.collect()
-        times[name].append(epoch(batches))
+    train(list(systems[DYNAMIC])[:5])
+    for r in track(range(rounds), "rounds", console=console, transient=True):
+        epochs = {name: list(batches) for name, batches in systems.items()}  # the loaders themselves are not timed
+        for name, batches in epochs.items():
+            times[name].append(0.0)
+            for batch in batches:
+                shapes[name].add(tuple(batch["input_ids"].shape))
+                tokens[name][0] += batch["input_ids"].numel()
+                tokens[name][1] += int(batch["attention_mask"].sum())
+        for turn in range(TURNS):
+            for name in random.Random(TURNS * r + turn).sample(list(systems), len(systems)):
+                gc.collect()
+                times[name][-1] += train(epochs[name][turn::TURNS])
     return [
         Row(
             name,
@@ -132,7 +138,7 @@ def measured(systems: Mapping[str, DataLoader], rounds: int, console: Console) -
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    table = Table("padded to", "lengths", "plans", "padding", "epoch, s", "x longest of batch", "x longest of data")
+    table = Table("padded to", "lengths", "plans", "padding", "epoch, CPU s", "x longest of batch", "x longest of data")
     for r in rows:
         table.add_row(
             r.padded_to,
@@ -148,11 +154,12 @@ def show(console: Console, rows: list[Row]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="epochs of each")
+    parser.add_argument("--rounds", type=int, default=3, help="epochs of each")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "bucket-cpu.json")
     arguments = parser.parse_args()
     console = Console(width=130, file=sys.stdout)
     load = round(os.getloadavg()[0], 2)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     data = texts()
     rows = measured(loaders(data), arguments.rounds, console)

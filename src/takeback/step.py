@@ -24,11 +24,13 @@ from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
+from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
@@ -214,11 +216,11 @@ class CompiledStep:
         if plan is None:
             why = self.counts.describe() or "run the step once"
             raise CaptureError(f"there is no plan to report on yet: {why}.")
-        group = self._group.describe() if self._group is not None else ""
+        plans = (plan, *(p for p in self._plans if p is not plan))
         return build_report(
             plan.executor.layout,
             plan.original,
-            plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
+            self._execution(plan),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             unsampled=plan.unsampled,
@@ -226,7 +228,13 @@ class CompiledStep:
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=plan.notes,
+            plans=[account_of(p, self._execution(p)) for p in plans],
+            loading_s=self._maker.loading_s,
         )
+
+    def _execution(self, plan: Plan) -> Execution:
+        group = self._group.describe() if self._group is not None else ""
+        return plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0)
 
     def _work(self, what: str) -> Work:
         """Something that may be long; of a group's ranks one says so on its terminal."""

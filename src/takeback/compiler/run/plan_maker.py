@@ -6,6 +6,7 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -47,7 +48,9 @@ class PlanMaker:
     def __init__(self, recipe: Recipe, options: Options, scaling: Scaling | None, group: Group | None) -> None:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
         on_cpu = subjects.device_of(recipe.model).type == "cpu"
+        began = time.perf_counter()
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
+        self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
 
