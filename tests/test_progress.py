@@ -114,7 +114,7 @@ def test_a_line_on_a_terminal_is_one_line_and_is_gone_afterwards(terminal: Termi
     clock.now += 5
     ticker.look()
     shown = terminal.getvalue()
-    assert "takeback: new plan for 16x59: placing values" in shown
+    assert "takeback, 5 s: new plan for 16x59: placing values" in shown
     assert "\n" not in shown, "the text was wrapped"
     line.close()
     assert terminal.getvalue()[len(shown) :].endswith("\x1b[2K"), "the line was not erased"
@@ -135,7 +135,7 @@ def test_the_ticker_shows_and_ends_with_the_work(terminal: Terminal) -> None:
             work.begin(Doing.RECORDING)
             wait_until_shown("recording", terminal)
         assert sys.stderr is terminal
-    assert "takeback: x: recording the step" in terminal.getvalue()
+    assert "s: x: recording the step" in terminal.getvalue()
     assert not any(isinstance(t, Ticker) for t in threading.enumerate())
 
 
@@ -154,7 +154,7 @@ def test_a_ticker_whose_work_was_left_without_a_word_ends_too(terminal: Terminal
     def struck() -> Ticker:
         work = Work("x")
         work.__enter__()  # and Ctrl-C before __exit__
-        wait_until_shown("takeback: x", terminal)
+        wait_until_shown("s: x", terminal)
         assert work._ticker.is_alive()
         return work._ticker
 

@@ -65,9 +65,9 @@ class Work:
         self.detail = detail
 
     def describe(self) -> str:
-        """`new plan for 16x59: choosing what to rebuild, looking for the lowest peak (12 s)`."""
+        """`new plan for 16x59: choosing what to rebuild, looking for the lowest peak`."""
         doing = ", ".join(filter(None, (self.doing, self.detail)))
-        return f"{self.what}{': ' if doing else ''}{doing} ({self.elapsed_s():.0f} s)"
+        return f"{self.what}{': ' if doing else ''}{doing}"
 
     def account(self) -> str:
         """`new plan for 16x59 took 14.2 s: recording the step 1.1 s, ...`."""
@@ -132,8 +132,8 @@ class TerminalLine(Line):
 
         if not self._live.is_started:
             self._live.start()
-        text = Text(f"takeback: {work.describe()}", style="dim", no_wrap=True, overflow="ellipsis")
-        self._live.update(text, refresh=True)
+        text = f"takeback, {work.elapsed_s():.0f} s: {work.describe()}"  # the end may be cut
+        self._live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def close(self) -> None:
         self._live.stop()
@@ -150,7 +150,7 @@ class LogLine(Line):
         now = (work.doing, work.detail)
         if now != self._last:
             self._last = now
-            self._logger.info("%s", work.describe())
+            self._logger.info("%s (%.0f s)", work.describe(), work.elapsed_s())
 
     def account(self, work: Work) -> None:
         self._logger.info("%s", work.account())
