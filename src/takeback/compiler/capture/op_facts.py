@@ -35,10 +35,13 @@ class OpFacts:
     random: bool
     dynamic: bool
     reads_value: bool
+    is_view: bool
+    moves_no_bytes: bool  #: transpose_() and its like, and what a profiler notes
+    writes_nothing: bool
 
 
 @functools.cache
-def facts_of(target: OpOverload) -> OpFacts:
+def _facts_of(target: OpOverload) -> OpFacts:
     written = [(i, p) for i, p in enumerate(schema_of(target).parameters) if p.is_written]
     return OpFacts(
         tuple(i for i, p in written if not p.is_keyword),
@@ -46,12 +49,28 @@ def facts_of(target: OpOverload) -> OpFacts:
         torch.Tag.nondeterministic_seeded in target.tags,
         torch.Tag.dynamic_output_shape in target.tags,
         torch.Tag.data_dependent_output in target.tags,
+        target.is_view,
+        target.namespace == "profiler" or torch.Tag.inplace_view in target.tags,
+        not written and target not in _HIDDEN_WRITES,
     )
+
+
+_known: dict[int, tuple[OpOverload, OpFacts]] = {}  #: by id: an overload's own hash is computed in Python
+
+
+def facts_of(target: OpOverload) -> OpFacts:
+    """What is known of an op; the op is kept, so that its id stays its own."""
+    known = _known.get(id(target))
+    if known is None:
+        known = _known[id(target)] = (target, _facts_of(target))
+    return known[1]
 
 
 def written_tensors(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The operands that a call writes in place."""
     facts = facts_of(target)
+    if facts.writes_nothing:
+        return []
     written = [args[i] for i in facts.written if i < len(args)]
     written += [kwargs[n] for n in facts.written_names if n in kwargs]
     hidden = _HIDDEN_WRITES.get(target)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from takeback.compiler.layout import Layout, transient_bytes
-from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.resident import resident_by_role
+from takeback.compiler.program import Role
 from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.spent import Spent
@@ -19,19 +20,28 @@ class PlanAccount:
     peak_bytes: int  #: of a step with this plan, what is resident included
     spent: Spent  #: seconds, by stage
     replays: int
-    proved: bool  #: compared with eager, as it is now
+    proved: bool  #: compared with eager, as it is now; of siblings one is enough
 
 
-def account_of(plan: Plan, execution: Execution) -> PlanAccount:
+def account_of(plan: Plan, execution: Execution, state_bytes: int = 0) -> PlanAccount:
+    """`state_bytes`: as in `build_report`."""
     layout = plan.executor.layout
-    return PlanAccount(plan.made_for, peak_bytes(layout, execution), plan.spent, plan.replays, plan.proved)
+    resident = sum(resident_of(layout, state_bytes).values())
+    peak = resident + above_resident(layout, execution)
+    return PlanAccount(plan.made_for, peak, plan.spent, plan.replays, plan.is_proved)
 
 
-def peak_bytes(layout: Layout, execution: Execution) -> int:
-    """The most bytes of tensors alive in a step."""
+def resident_of(layout: Layout, state_bytes: int) -> dict[str, int]:
+    """What is alive between steps, by role."""
+    resident = resident_by_role(layout.draft.program)
+    resident[Role.STATE.value] = max(resident[Role.STATE.value], state_bytes)
+    return resident
+
+
+def above_resident(layout: Layout, execution: Execution) -> int:
+    """The most bytes of tensors that a step takes besides that."""
     missed = execution.counters.missed_bytes if execution.counters is not None else 0
-    transient = transient_bytes(layout, copied_grad_bytes(layout, execution), missed=missed)
-    return resident_bytes(layout.draft.program) + execution.undo_bytes + transient
+    return execution.undo_bytes + transient_bytes(layout, copied_grad_bytes(layout, execution), missed=missed)
 
 
 def copied_grad_bytes(layout: Layout, execution: Execution) -> int:

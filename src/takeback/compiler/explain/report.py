@@ -15,11 +15,10 @@ import torch
 
 from takeback.compiler.capture.finish import OwnStep
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
-from takeback.compiler.explain.plans import PlanAccount, copied_grad_bytes, peak_bytes
+from takeback.compiler.explain.plans import PlanAccount, above_resident, copied_grad_bytes, resident_of
 from takeback.compiler.layout import Layout, asks_for_results
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
-from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
 from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.execution import Counters, Execution
@@ -106,15 +105,17 @@ def build_report(
     step_s: float = 0.0,
     added_s: float = 0.0,
     notes: Sequence[str] = (),
+    state_bytes: int = 0,
     plans: Sequence[PlanAccount] = (),
     loading_s: float = 0.0,
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
+    `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
     `plans`: all of the step's, this one first. `loading_s`: what native code took, once."""
     program = layout.draft.program
-    resident = resident_by_role(program)
+    resident = resident_of(layout, state_bytes)
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
@@ -122,7 +123,7 @@ def build_report(
     copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + copied_grad_bytes(layout, execution)
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=peak_bytes(layout, execution),
+        peak_bytes=total + above_resident(layout, execution),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.alive_bytes if layout.arena is None else layout.arena.lower_bound_bytes,
