@@ -57,8 +57,8 @@ def fixed_report() -> Report:
         added_s=0.005,
         rebuilt_ops=1,
         plans=(
-            PlanAccount("input_ids 16x128, labels 16", 9 * MIB, Spent(1.23, 0.5, 2.0, 100.4, 12.34, 0.04), 1234, True),
-            PlanAccount("7x128, 7", 900 * MIB, Spent(recording_s=0.3), 0, False),
+            PlanAccount("input_ids 16x128, labels 16", 9 * MIB, Spent(1.23, 0.5, 2.0, 100.4, 12.34, 0.04), 1234, "yes"),
+            PlanAccount("7x128, 7", 900 * MIB, Spent(recording_s=0.3), 0, "no"),
         ),
         loading_s=9.06,
         torch_version="2.0",

@@ -20,7 +20,7 @@ class PlanAccount:
     peak_bytes: int  #: of a step with this plan, what is resident included
     spent: Spent  #: seconds, by stage
     replays: int
-    proved: bool  #: compared with eager, as it is now; of siblings one is enough
+    proved: str  #: "yes": compared with eager, as it is now; "family": a sibling of it was, which is enough; "no"
 
 
 def account_of(plan: Plan, execution: Execution, state_bytes: int = 0) -> PlanAccount:
@@ -28,7 +28,8 @@ def account_of(plan: Plan, execution: Execution, state_bytes: int = 0) -> PlanAc
     layout = plan.executor.layout
     resident = sum(resident_of(layout, state_bytes).values())
     peak = resident + above_resident(layout, execution)
-    return PlanAccount(plan.made_for, peak, plan.spent, plan.replays, plan.is_proved)
+    proved = "yes" if plan.proved else "family" if plan.is_proved else "no"
+    return PlanAccount(plan.made_for, peak, plan.spent, plan.replays, proved)
 
 
 def resident_of(layout: Layout, state_bytes: int) -> dict[str, int]:

@@ -167,8 +167,7 @@ def plan_rows(report: Report) -> list[tuple[str, ...]]:
         spent = plan.spent
         stages = (spent.recording_s, spent.choosing_s, spent.placing_s, spent.writing_s, spent.proving_s)
         seconds = (show_seconds(s) for s in stages)
-        proved = "yes" if plan.proved else "no"
-        rows.append((plan.made_for, show_bytes(plan.peak_bytes), *seconds, f"{plan.replays:,}", proved))
+        rows.append((plan.made_for, show_bytes(plan.peak_bytes), *seconds, f"{plan.replays:,}", plan.proved))
     return rows
 
 
