@@ -26,6 +26,7 @@ from takeback.compiler.program import Number, Op, Program
 from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
+from takeback.compiler.run.spent import Spent
 from takeback.errors import CaptureError
 
 _IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
@@ -69,6 +70,8 @@ class Plan:
     right_at: int = 0  #: the replay that was last compared with eager
     numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
+    made_for: str = ""  #: the batch it was recorded with, in words
+    spent: Spent = field(default_factory=Spent)  #: on making it
 
     @property
     def is_proved(self) -> bool:
