@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import take_apart
+from takeback.compiler.capture.batch import outline_of, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -26,10 +27,20 @@ from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
+from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
+from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.microbatch import (
+    MicrobatchBesideEager,
+    plain_microbatch,
+    record_microbatch,
+    replay_microbatch,
+)
+from takeback.compiler.run.pending import Microbatch, Pending
+from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
@@ -56,7 +67,7 @@ def compile_step(
     group: object | None = None,
     keep_grads: bool = False,
     verify_every: int | None = None,
-    max_plans: int = 8,
+    max_plans: int | None = None,
     poison: bool = False,
     solve_s: float = 120.0,
     unplanned: str = "raise",
@@ -73,7 +84,8 @@ def compile_step(
                   "keep": nothing is computed twice
     update        "end": the optimizer runs after the backward; "early": each parameter is updated as soon as its
                   gradient is complete, so that gradients hardly exist at the same time
-    accumulate    splits the batch along dimension 0 into this many microbatches, and averages their losses
+    accumulate    splits the batch along dimension 0 into this many microbatches, as torch.chunk does, and averages
+                  their losses, weighted by their rows; see also `step(*batch, update=False)`
     clip_norm     clips gradients by their global norm, as torch.nn.utils.clip_grad_norm_ does; see step.grad_norm
     scaler        a torch.amp.GradScaler: scales the loss for the backward, unscales the gradients, skips the update if
                   one is not finite, and updates the scale. The returned loss and step.grad_norm are unscaled
@@ -83,7 +95,9 @@ def compile_step(
     verify_every  None: from time to time, ever more rarely, the loss of a replay is compared with that of eager's
                   forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
                   repeated in eager on the same state, and a difference raises VerifyError. 0: neither
-    max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
+    max_plans     how many plans (shapes, train/eval, ...) are kept. None: as many as memory allows; from the third on
+                  a plan for new shapes is made when steps have taken as long as the plans before it. Batches without
+                  one run plainly in eager; see docs/lengths.md and step.counts
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
@@ -123,6 +137,7 @@ class CompiledStep:
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
         self._plans = PlanCache(options.max_plans)
+        self._earnings = Earnings(explicit=options.max_plans is not None)
         self._turn = Turn()
         self._replays = 0
         self._news = subjects.NewPlans()
@@ -142,21 +157,49 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
+        self._update = PendingUpdate(self._maker)
+        update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
+        self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
 
     @property
     def _last(self) -> Plan | None:
         return self._plans.last
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_inference_mode_enabled():
-            raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+    def __call__(
+        self, *args: Any, update: bool | None = None, divide: float | torch.Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        """One step: what loss_fn returns for this batch. `update=False`: its gradients are added to those that wait for
+        the update, in `.grad`; the next call without it adds its own, divides all by `divide`, a number or a tensor
+        without dimensions, clips, updates and drops them. See docs/accumulation.md."""
+        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
+        self._check_mode()
+        plans, start = self._plans.last, time.perf_counter()
         try:
-            return self._turn(functools.partial(self._in_turn, (args, kwargs)))
+            return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
+            new = self._plans.last is not plans and self._plans.last is not None and not self._plans.last.replays
+            self._earnings.spent_(time.perf_counter() - start, on_plan=new)
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
-    def _in_turn(self, batch: Batch) -> Any:
+    def update(self, *, divide: float | torch.Tensor | None = None) -> None:
+        """The update alone, by the gradients that calls with `update=False` have left: for a loop that learns only then
+        that there is no further microbatch."""
+        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
+        self._check_mode()
+        try:
+            self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
+        finally:
+            torch.clear_autocast_cache()
+
+    def _check_mode(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
+
+    def _in_turn(self, batch: Batch, ask: Ask) -> Any:
+        if ask.accumulates or self._pending.under_way:
+            out, self.grad_norm = self._pending.call(functools.partial(self._call, batch), ask)
+            return out
         with self._group.step() if self._group is not None else contextlib.nullcontext():
             return self._call(batch)
 
@@ -169,11 +212,14 @@ class CompiledStep:
             )
         return CompiledStep, (self._model, self._loss_fn, self._optimizers, self.options)
 
-    def _call(self, batch: Batch) -> Any:
-        self._optimizers.check_in_force()
+    def _call(self, batch: Batch, micro: Microbatch | None = None) -> Any:
+        """`micro`: the call adds its gradients to those that wait, and updates nothing."""
+        if micro is None:
+            self._optimizers.check_in_force()
         settle_(self._derived)  # an evaluation since the last step has put other tensors there
         leaves, batch_key = take_apart(batch)
-        key = (batch_key, ambient(), self._scaling.prepare_() if self._scaling is not None else None)
+        scaled = self._scaling.prepare_() if self._scaling is not None else None
+        key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
         for plan in self._plans.under(key):
@@ -182,25 +228,41 @@ class CompiledStep:
                 changed = changed or change
                 continue
             try:
-                out = self._use(plan, batch, leaves)
+                out = self._use(plan, batch, leaves, micro)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
             else:
                 self._unplanned.planned_(new=False)
                 return out
-        if self.options.unplanned == "raise":
-            return self._record(key, batch, leaves, missed, changed)
-        reason = self._unplanned.waits_(key)
+        outline = (outline_of(batch), *key[1:])
+        reason = self._waits(key, outline) if missed is None and changed is None else None
+        if reason is None and self.options.unplanned == "raise":
+            return self._record(key, outline, batch, leaves, missed, changed, micro)
+        reason = reason or self._unplanned.waits_(key)
         if reason is None:
             try:
-                return self._record(key, batch, leaves, missed, changed)
+                return self._record(key, outline, batch, leaves, missed, changed, micro)
             except CaptureError as error:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
-        results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+        if micro is None:
+            results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+        else:
+            results = plain_microbatch(self._recipe, batch, micro)
         self._unplanned.ran_plainly_(reason)
         self.grad_norm = results.grad_norm
         return results.returned
+
+    def _waits(self, key: tuple[Hashable, ...], outline: Hashable) -> str | None:
+        """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
+        options = self.options
+        if options.group is not None or options.poison or options.verify_every:
+            return None  # ranks decide alike; and who debugs wants to see plans
+        siblings = self._plans.of_outline(outline)
+        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room())
+        if reason is NO_ROOM:
+            self._earnings.warn_(subjects.difference(siblings[0].key, key), len(self._plans))
+        return reason
 
     @property
     def counts(self) -> StepCounts:
@@ -217,7 +279,11 @@ class CompiledStep:
         return build_report(
             plan.executor.layout,
             plan.original,
-            plan.executor.describe(keep_grads=self.options.keep_grads, group=group, measured=plan.rehearsals > 0),
+            plan.executor.describe(
+                keep_grads=self.options.keep_grads and plan.finished.adds is None,
+                group=group,
+                measured=plan.rehearsals > 0,
+            ),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             unsampled=plan.unsampled,
@@ -225,17 +291,20 @@ class CompiledStep:
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=plan.notes,
+            state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
         )
 
     # -- a new plan --------------------------------------------------------------------------------------------
 
     def _record(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
+        outline: Hashable,
         batch: Batch,
         leaves: Sequence[torch.Tensor],
         missed: Op | None,
         changed: str | None,
+        micro: Microbatch | None,
     ) -> Any:
         """`missed`: the op that read another value into Python than any plan holds. `changed`: what else is not as the
         plan for this key assumes."""
@@ -243,38 +312,47 @@ class CompiledStep:
             self._plans.missed_(missed)
             self._news.read_(missed.site)
         subjects.check_surroundings()
-        subject = self._maker.subject(leaves)
+        if micro is not None:
+            micro.check()
+        subject = self._maker.subject(leaves, updates=micro is None)
         self._derived = subject.derived
-        self._news.note(key, changed)
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
+        kin = self._plans.kin(outline, leaves) if older is None else None
+        if kin is None:
+            self._news.note(key, changed)
 
-        def add_(got: Capture) -> None:
+        def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, subject, anew or got, leaves))
+            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro))
 
-        recorded = self._maker.recorded(subject, self._proof.measure, numbers)
-        results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+        recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
+        if micro is None:
+            results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+        else:
+            results = record_microbatch(recorded, batch, micro, then=add_)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
 
     # -- the steady step ---------------------------------------------------------------------------------------
 
-    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor]) -> Any:
+    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Any:
         """A replay, compared with eager where that is due."""
         self._replays += 1
         plan.replays += 1
+        plan.family.replays += 1
         proof = self._proof
-        run = functools.partial(self._replay, plan, leaves)
-        due = proof.is_due(proved=plan.proved, replays=self._replays)
-        if not due and (plan.unsampled is not None or not proof.samples(plan.replays)):
+        run = functools.partial(self._replay, plan, leaves, micro=micro)
+        due = proof.is_due(proved=plan.is_proved, replays=self._replays)
+        if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
             return run()
-        beside = BesideEager(
+        beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
+        beside = beside_eager(
             proof,
-            recipe=self._recipe,
+            recipe=self._recipe if micro is None else self._maker.microbatch_recipe,
             batch=batch,
             scaling=self._scaling,
             executor=plan.executor,
@@ -289,7 +367,7 @@ class CompiledStep:
             updates_early=self.options.update == "early",
             in_group=self._group is not None,
             give_back_=self._maker.arena.give_back_,
-            record=functools.partial(self._maker.program_now, batch, leaves),
+            record=functools.partial(self._maker.program_now, batch, leaves, micro),
         )
         if due:
             return replay.beside_a_step()
@@ -299,23 +377,34 @@ class CompiledStep:
             self._plans.drop_(plan)
             raise
 
-    def _replay(self, plan: Plan, leaves: Sequence[torch.Tensor], inspect: Callable[[], None] | None = None) -> Any:
+    def _replay(
+        self,
+        plan: Plan,
+        leaves: Sequence[torch.Tensor],
+        inspect: Callable[[], None] | None = None,
+        micro: Microbatch | None = None,
+    ) -> Any:
         rehearse = plan.rehearsals < 2
         for number in plan.numbers:
             number.read_()
-        replayed = ReplayedStep(
-            plan.executor,
-            self._optimizers,
-            [self._optimizers.members[own.position] for own in plan.finished.own_steps],
-            plan.watch.parameters,
-            leaves,
-            update=plan.update,
-            group=self._group,
-            scaling=self._scaling,
-            clip_norm=self.options.clip_norm,
-        )
-        updated = replayed.run(inspect=inspect, log=rehearse)
-        results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held)
+        if micro is None:
+            replayed = ReplayedStep(
+                plan.executor,
+                self._optimizers,
+                [self._optimizers.members[own.position] for own in plan.finished.own_steps],
+                plan.watch.parameters,
+                leaves,
+                update=plan.update,
+                group=self._group,
+                scaling=self._scaling,
+                clip_norm=self.options.clip_norm,
+            )
+            updated = replayed.run(inspect=inspect, log=rehearse)
+            results = replayed.take(
+                plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held
+            )
+        else:
+            results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
         self.grad_norm = results.grad_norm
         if rehearse and updated:
             self._rehearsed(plan)
@@ -332,7 +421,7 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = self._maker.executor(layout)
+            plan.executor = self._maker.executor(layout, plan.family.codes)
             plan.proved = False  # other places: compared with eager once more
 
 

@@ -100,8 +100,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: the same tensor twice in a batch is taken for two",
         "compiler/capture/batch.py",
-        "return (tensor_key(node), again, _walk",
-        "return (tensor_key(node), None, _walk",
+        "return (of_tensor(node), again, attributes",
+        "return (of_tensor(node), None, attributes",
         ("tests/step/test_guards.py::test_one_tensor_given_twice_and_then_two_tensors_is_right",),
     ),
     PlantedFault(
@@ -114,8 +114,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: every microbatch is the first one",
         "compiler/capture/batch.py",
-        "return t.narrow(0, index * rows, rows)",
-        "return t.narrow(0, 0, rows)",
+        "first, length = (index * each, each) if",
+        "first, length = (0, each) if",
         ("tests/capture/test_batch.py::test_microbatches_are_the_parts_of_the_batch_in_order",),
     ),
     PlantedFault(

@@ -184,6 +184,58 @@ def accumulated_and_clipped(rank: int, group: dist.ProcessGroup) -> None:
     race(rank, group, convnet, rows(rank, 8, (2, 6, 6)), optimizer=momentum, accumulate=2, clip_norm=0.2)
 
 
+def accumulated_over_calls(rank: int, group: dist.ProcessGroup) -> None:
+    """`update=False` is DDP's no_sync(): the ranks have other microbatches, and not the same number of them; which
+    parts of the model get a gradient differs too. Between the first call and the last nothing is sent."""
+    data = rows(rank)
+    for make, optimizer in ((Branches, adamw), (Branches, adagrad), (convnet, momentum)):
+        for streams in (False, True):
+            torch.manual_seed(rank)
+            ours = make()
+            torch.manual_seed(rank)
+            theirs = make()
+            mine, reference = optimizer(ours), optimizer(theirs)
+            branches = make is Branches
+            ddp = DistributedDataParallel(theirs, process_group=group, find_unused_parameters=branches)
+            step = tb.compile_step(ours, entropy, mine, group=group, memory="keep", clip_norm=0.5)
+            if streams:
+                step._maker.home, step._maker.native = Home.ALLOCATOR, None
+            assert step._group is not None
+            sent: list[int] = []
+            send = step._group.reducer._send
+            step._group.reducer._send = lambda tensors, sent=sent, send=send: sent.append(1) or send(tensors)
+            for i in range(4):
+                parts = 1 if i == 2 and rank == 0 else 2 + (rank + i) % 2
+                draws = [data(10 * i + m) if branches else rows(rank, 8, (2, 6, 6))(10 * i + m) for m in range(parts)]
+                batches = [(*drawn, (i + m + rank) % 3) if branches else drawn for m, drawn in enumerate(draws)]
+                losses = []
+                for m, batch in enumerate(batches):
+                    last, before = m + 1 == parts, len(sent)
+                    torch.manual_seed(m)
+                    asks = {"update": False} if not last else {"divide": 3} if i else {}
+                    losses.append(step(*batch, **asks))
+                    assert len(sent) == before + (step._group.reducer.count if last else 0), "sent before the last call"
+                reference.zero_grad()
+                for m, batch in enumerate(batches):
+                    torch.manual_seed(m)
+                    with ddp.no_sync() if m + 1 < parts else contextlib.nullcontext():
+                        expected = entropy(ddp, *batch)
+                        expected.backward()
+                    same(losses[m], expected.detach(), group, f"the loss of call {m} of step {i}")
+                for p in theirs.parameters():
+                    if p.grad is not None and i:
+                        p.grad /= 3
+                norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+                assert step.grad_norm is not None
+                same(step.grad_norm, norm, group, f"the norm in step {i}")
+                reference.step()
+                theirs.zero_grad()
+                now, then = state(ours, mine), state(theirs, reference)
+                assert now.keys() == then.keys()
+                for name, value in then.items():
+                    same(now[name], value, group, f"{name} after step {i}")
+
+
 def parts_and_dtypes(rank: int, group: dist.ProcessGroup) -> None:
     race(rank, group, Joined, rows(rank), clip_norm=0.3)
 

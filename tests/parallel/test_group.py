@@ -11,6 +11,7 @@ TWO = [
     "batch_norm",
     "own_step",
     "accumulated_and_clipped",
+    "accumulated_over_calls",
     "parts_and_dtypes",
     "unused",
     "unused_with_own_step",

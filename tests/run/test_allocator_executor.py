@@ -18,6 +18,9 @@ from takeback.compiler.passes import Home
 from takeback.compiler.program import Phase
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.microbatch import replay_microbatch
+from takeback.compiler.run.pending import Microbatch
+from takeback.compiler.run.transaction import Transaction
 
 
 def streamed(case: zoo.Case, **settings: Any) -> tb.CompiledStep:
@@ -110,6 +113,23 @@ def test_bytes_alive_are_those_of_the_plan(name: str, optimizer: str, memory: st
     planned = step.report().arena_bytes
     assert planned * 0.99 <= alive.peak_bytes <= planned
     assert not executor_of(step)._held, "the executor still holds what the caller has taken"
+
+
+def test_bytes_alive_of_a_microbatch_are_those_of_the_plan_and_the_gradients_that_begin_there() -> None:
+    case = zoo.case("gpt")
+    step = streamed(case, memory="keep")
+    for _ in range(4):
+        step(*case.batch, update=False)
+    parameters = list(case.model.parameters())
+    planned = step.report().arena_bytes
+    for waiting in (True, False):
+        before = {i: p.grad for i, p in enumerate(parameters) if waiting}
+        alive = Alive()
+        with alive:
+            micro = Microbatch(parameters, before, Transaction())
+            replay_microbatch(step._plans[0], case.batch, micro, inspect=None, log=False)
+        begun = 0 if waiting else sum(p.untyped_storage().nbytes() for p in parameters)
+        assert (planned + begun) * 0.99 <= alive.peak_bytes <= planned + begun
 
 
 class Trap:

@@ -593,15 +593,19 @@ def test_bogus_memory_is_not_called_a_later_version() -> None:
     assert "not in this version" not in str(error.value)
 
 
-def test_accumulate_that_does_not_divide_the_batch_is_refused_with_both_numbers() -> None:
+def test_accumulate_that_does_not_divide_tensors_of_other_rows_is_refused_with_both_numbers() -> None:
     model = normed()
     optimizer = sgd(model)
-    step = tb.compile_step(model, cross_entropy, optimizer, accumulate=3)
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor, each: Tensor) -> Tensor:
+        return cross_entropy(model, x, y) + each.mean()
+
+    step = tb.compile_step(model, loss_fn, optimizer, accumulate=3)
     before = snapshot(model, optimizer)
     with pytest.raises(CaptureError, match=r"accumulate=3 does not divide a batch of 8 rows.*multiple of 3"):
-        step(*xy(0))
+        step(*xy(0), torch.zeros(4))
     assert_same(snapshot(model, optimizer), before)
-    step(*xy(0, 9))
+    step(*xy(0, 9), torch.zeros(3))
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------

@@ -27,12 +27,14 @@ from takeback.compiler.plan import (
     Item,
     ItemId,
     Pack,
+    PlacingOrder,
     Problem,
     Solution,
+    enough_bytes,
     lower_bound_bytes,
+    placing,
     solve,
     solve_around,
-    placing,
     validate,
 )
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
@@ -60,6 +62,7 @@ class ArenaPlan:
     size_bytes: int
     lower_bound_bytes: int
     order: str
+    placing: PlacingOrder | None = None  #: for a layout of a sibling
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,10 @@ def asks_for_results(kind: Kind) -> bool:
     return kind is Kind.ALLOCATE
 
 
-def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
+def lay_out(draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None) -> Layout:
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
-    program with a little other scratch: its offsets are kept where that makes the arena smaller."""
+    program with a little other scratch: its offsets are kept where that makes the arena smaller. `like` is how a
+    sibling of the program was placed."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -101,7 +105,7 @@ def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
     layout = Layout(draft, kinds, alive, owners, alive_bytes, None)
     if draft.home is not Home.ARENA:
         return layout
-    draft, problem, solution = _solve(draft, items, windows)
+    draft, problem, solution = _solve(draft, items, windows, like)
     if near is not None and near.arena is not None:
         solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
     validate(problem, solution)
@@ -109,7 +113,8 @@ def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
-    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order)
+    placing = solution.placing or like
+    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing)
     layout = replace(layout, draft=draft, arena=arena)
     borrow.check(effects(layout))
     return layout
@@ -180,27 +185,38 @@ def _requests(
         yield tuple(mine)
 
 
-def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
+def _solve(
+    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], like: PlacingOrder | None
+) -> tuple[Draft, Problem, Solution]:
     """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
     if that makes the arena smaller; then the draft says so."""
     problem = Problem(items, packs=_packs(draft, owners))
-    solution = solve(problem, _placing)
     needed = draft.program.flags is not None  # a group reduces them in one piece
-    if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
-        return draft, problem, solution
     loose = Problem(items)
+    if like is not None and problem.packs and not needed and not like.packed:
+        why = "packed, the arena of a plan for other shapes would be larger"
+        return _unpacked(draft, owners, why), loose, solve(loose, _placing, like)
+    solution = solve(problem, _placing, like)
+    bound = lower_bound_bytes(problem)
+    if not problem.packs or needed or solution.arena_bytes <= (bound if like is None else enough_bytes(like, bound)):
+        return draft, problem, solution
     other = solve(loose, _placing)
     more = solution.arena_bytes - other.arena_bytes
     if more <= 0:
         return draft, problem, solution
+    return _unpacked(draft, owners, f"packed, the arena would be {more:,} bytes larger"), loose, other
+
+
+def _unpacked(draft: Draft, owners: Collection[BufferId], why: str) -> Draft:
+    """The draft with the packed slices placed one by one."""
     placements = dict(draft.placements)
     refusals: list[Refusal] = []
     for b in owners:
         if isinstance(placements.get(b), Packed):
             placements[b] = Fresh()
             size = draft.program.buffers[b].size_bytes
-            refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
-    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+            refusals.append(Refusal("pack", "gradient", b, size, why))
+    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
 
 
 @functools.cache

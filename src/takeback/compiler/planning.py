@@ -11,6 +11,7 @@ Planning decides, and runs nothing: it knows programs, passes and integers, not 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,8 +21,9 @@ from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Home
 from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
-from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Progress, Within
+from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Within
 from takeback.compiler.passes.reduce import Sharing
+from takeback.compiler.plan import PlacingOrder
 from takeback.compiler.program import BufferId, Op, Program
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
@@ -36,8 +38,18 @@ class Planned:
     """A layout that keeps its budget, with what the rebuilding in it is predicted to cost."""
 
     layout: Layout
-    step_s: float  #: predicted, without rebuilding
-    added_s: float
+    program: Program
+    seconds: Callable[[Op], float]  #: that an op takes, as predicted
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Predicted, without rebuilding."""
+        return sum(map(self.seconds, self.program.ops))
+
+    @functools.cached_property
+    def added_s(self) -> float:
+        rebuilt = self.layout.draft.rebuilt
+        return sum(self.seconds(op) for op in self.layout.program.ops if any(r.buffer in rebuilt for r in op.outputs))
 
 
 def settings_for(
@@ -74,18 +86,45 @@ def plan_within(
     settings: PassSettings,
     *,
     watch: Watcher | None = None,
+    sibling: Layout | None = None,
 ) -> Planned:
-    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `watch` is told of every pass."""
+    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `watch` is told of every pass.
+    `sibling` is the layout of the same step for other shapes, whose choices are taken over."""
     if options.has_target:
-        return _below(program, kept, options, settings, watch)
-    draft = run_passes(program, kept, settings, watch=watch)
-    return _account(program, lay_out(draft), settings)
+        return _below(program, kept, options, settings, watch, sibling)
+    draft = run_passes(program, kept, _again(program, settings, sibling), watch=watch)
+    return _account(program, lay_out(draft, like=_placing(sibling)), settings)
+
+
+def _again(program: Program, settings: PassSettings, sibling: Layout | None) -> PassSettings:
+    """Settings to take over what was chosen for a sibling. Where it cannot be, a smaller program is left as it is: the
+    largest batch decides how much memory the training takes."""
+    if sibling is None:
+        return settings
+    chosen = sibling.draft.chosen
+    otherwise = Keep() if sums_up(program) <= sums_up(sibling.program) else settings.goal
+    return replace(settings, goal=settings.goal if chosen is None else Again(chosen, otherwise), known=True)
+
+
+def sums_up(program: Program) -> int:
+    """Bytes of everything that a step makes: tells the larger of two siblings."""
+    return sum(b.size_bytes for b in program.buffers.values() if not b.role.borrowed)
+
+
+def _placing(sibling: Layout | None) -> PlacingOrder | None:
+    return sibling.arena.placing if sibling is not None and sibling.arena is not None else None
 
 
 def _below(
-    program: Program, kept: frozenset[BufferId], options: Options, settings: PassSettings, watch: Watcher | None
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    settings: PassSettings,
+    watch: Watcher | None,
+    sibling: Layout | None,
 ) -> Planned:
-    """The cheapest layout below the target. Placing may lift one above it; then the next lower peak is tried."""
+    """The cheapest layout below the target. Placing may lift one above it; then the next lower peak is tried. What a
+    sibling's choice comes to is tried first."""
     wanted = memory_target(options.memory)
     resident = resident_bytes(program)
     outside = resident + undo_bytes(program)
@@ -95,11 +134,15 @@ def _below(
     room = wanted - outside
     lowest: int | None = None
     while True:
-        draft = run_passes(program, kept, replace(settings, goal=Below(room)), watch=watch)
-        layout = lay_out(draft)
+        told = _again(program, replace(settings, goal=Below(room)), sibling)
+        draft = run_passes(program, kept, told, watch=watch)
+        layout = lay_out(draft, like=_placing(sibling))
         reached = outside + transient_bytes(layout, kept_grads)
         if reached <= wanted:
             return _account(program, layout, settings)
+        if sibling is not None:
+            sibling = None
+            continue
         lowest = reached if lowest is None else min(lowest, reached)
         if draft.planned_peak_bytes is None or draft.planned_peak_bytes > room:  # the lowest there is was above it
             raise MemoryTargetError(wanted, lowest, _impossible(options, wanted, lowest, outside, draft.notes))
@@ -107,11 +150,8 @@ def _below(
 
 
 def _account(program: Program, layout: Layout, settings: PassSettings) -> Planned:
-    rebuilt = layout.draft.rebuilt
-    added = [op for op in layout.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
     assert settings.chooser is not None
-    seconds = settings.chooser.seconds
-    return Planned(layout, sum(map(seconds, program.ops)), sum(map(seconds, added)))
+    return Planned(layout, program, settings.chooser.seconds)
 
 
 def _impossible(options: Options, wanted: int, lowest: int, outside: int, notes: tuple[str, ...]) -> str:

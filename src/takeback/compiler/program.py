@@ -28,12 +28,18 @@ class Role(enum.Enum):
     BUFFER = "module buffer"
     STATE = "optimizer state"
     BATCH = "batch"
+    GRADIENT = "pending gradients"
     CLOSURE = "closure tensor"
     CONSTANT = "constant"
     INTERNAL = "internal"
 
     def __init__(self, owner: str) -> None:
         self.borrowed = owner != "internal"  # no property: those of an enum are slow, and this is asked most of all
+
+    @property
+    def handed(self) -> bool:
+        """Whether other tensors may come with every call: the batch, and gradients that wait for their update."""
+        return self in (Role.BATCH, Role.GRADIENT)
 
 
 class Phase(enum.Enum):
@@ -271,8 +277,10 @@ class Program:
 
     ops: tuple[Op, ...]
     buffers: Mapping[BufferId, Buffer]
-    externals: Mapping[BufferId, torch.Tensor]  #: every borrowed tensor but the batch
-    leaves: Mapping[BufferId, int]  #: batch buffers, by position among the batch's tensors
+    externals: Mapping[BufferId, torch.Tensor]  #: every borrowed tensor but what is handed over with a call
+    leaves: Mapping[
+        BufferId, int
+    ]  #: what is handed over with a call, by position there: the batch's tensors come first
     loss: Region
     aux: tuple[Region, ...] = ()
     grads: Mapping[int, Region] = field(default_factory=dict)  #: by position among the model's parameters

@@ -39,6 +39,12 @@ def take_apart(batch: object) -> tuple[list[torch.Tensor], Hashable]:
     return tensors, _walk(batch, tensors)
 
 
+def outline_of(batch: object) -> Hashable:
+    """The key of a batch less the shapes and strides of its tensors: what batches of one kind have in common, whatever
+    their length."""
+    return _walk(batch, [], _tensor_outline)
+
+
 def objects_of(batch: object) -> list[object]:
     """What a batch holds that is neither tensor nor plain value nor container: compared by identity, so looked into."""
     found: list[object] = []
@@ -69,26 +75,33 @@ def tensor_key(t: torch.Tensor) -> Hashable:
     return (type(t), t.shape, strides, t.dtype, t.device, t.layout, t.requires_grad)
 
 
-def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
+def _tensor_outline(t: torch.Tensor) -> Hashable:
+    return (type(t), t.dim(), t.dtype, t.device, t.layout, t.requires_grad)
+
+
+def _walk(
+    node: Any, tensors: list[torch.Tensor], of_tensor: Callable[[torch.Tensor], Hashable] = tensor_key
+) -> Hashable:
     if isinstance(node, torch.Tensor):
         again = next((i for i, t in enumerate(tensors) if t is node), None)
         tensors.append(node)
         # step(x, x) and step(x, y) are different programs; and a step may read attributes that were put on a tensor.
-        return (tensor_key(node), again, _walk(vars(node), tensors) if again is None and vars(node) else None)
+        attributes = _walk(vars(node), tensors, of_tensor) if again is None and vars(node) else None
+        return (of_tensor(node), again, attributes)
     kind = type(node)
     if kind is float:
         return (kind, node.hex())  # tells -0.0 from 0.0, and NaN is NaN
     if kind in _PLAIN:
         return (kind, node)
     if isinstance(node, Mapping):
-        return (kind, tuple((k, _walk(v, tensors)) for k, v in node.items()))
+        return (kind, tuple((k, _walk(v, tensors, of_tensor)) for k, v in node.items()))
     if isinstance(node, tuple | list):
-        return (kind, tuple(_walk(v, tensors) for v in node))
+        return (kind, tuple(_walk(v, tensors, of_tensor) for v in node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return (kind, tuple(_walk(getattr(node, f.name), tensors) for f in dataclasses.fields(node)))
+        return (kind, tuple(_walk(getattr(node, f.name), tensors, of_tensor) for f in dataclasses.fields(node)))
     if kind in pytree.SUPPORTED_NODES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        return (kind, repr(context), tuple(_walk(v, tensors) for v in children))
+        return (kind, repr(context), tuple(_walk(v, tensors, of_tensor) for v in children))
     try:
         hash(node)
     except TypeError:
@@ -126,18 +139,52 @@ def map_tensors(node: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return map_leaves(node, torch.Tensor, change)
 
 
-def microbatch(batch: Any, index: int, count: int) -> Any:
-    """The `index`-th of `count` equal parts of a batch along dimension 0. Scalars go to every part."""
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How `accumulate=` cuts a batch along dimension 0. `parts` are (first row, rows), as torch.chunk cuts them where
+    they are uneven; None where each tensor is cut into equal parts of its own."""
 
-    def part(t: torch.Tensor) -> torch.Tensor:
-        if t.dim() == 0:
-            return t
-        rows, rest = divmod(t.shape[0], count)
-        if rest:
-            raise CaptureError(
-                f"accumulate={count} does not divide a batch of {t.shape[0]} rows (a tensor of shape "
-                f"{tuple(t.shape)}). Choose a batch size that is a multiple of {count}."
-            )
-        return t.narrow(0, index * rows, rows)
+    count: int
+    parts: tuple[tuple[int, int], ...] | None = None
 
-    return map_tensors(batch, part)
+    def part(self, batch: Any, index: int) -> Any:
+        """The `index`-th part. Scalars go to every one."""
+        if self.count == 1:
+            return batch
+
+        def rows(t: torch.Tensor) -> torch.Tensor:
+            if t.dim() == 0:
+                return t
+            each = t.shape[0] // self.count
+            first, length = (index * each, each) if self.parts is None else self.parts[index]
+            return t.narrow(0, first, length)
+
+        return map_tensors(batch, rows)
+
+    def weigh(self, loss: torch.Tensor, index: int) -> torch.Tensor:
+        """The part's share of the batch's loss: that of its rows. Equal parts are averaged."""
+        if self.count == 1:
+            return loss
+        if self.parts is None or len({length for _, length in self.parts}) == 1:
+            return loss / self.count
+        return loss * (self.parts[index][1] / sum(length for _, length in self.parts))
+
+
+def cut(batch: Any, count: int) -> Cut:
+    """Into `count` parts, or as many as torch.chunk makes of so few rows."""
+    if count == 1:
+        return Cut(1)
+    shapes = {t.shape[0]: tuple(t.shape) for t in results_of(batch) if t.dim()}
+    odd = [rows for rows in shapes if rows % count]
+    if not odd:
+        return Cut(count)
+    if len(shapes) > 1:
+        raise CaptureError(
+            f"accumulate={count} does not divide a batch of {odd[0]} rows (a tensor of shape {shapes[odd[0]]}), and "
+            f"others of its tensors have {next(r for r in shapes if r != odd[0])}, so that it is not known which rows "
+            f"belong together. Choose a batch size that is a multiple of {count}."
+        )
+    [rows] = shapes
+    each = -(-rows // count)
+    parts = tuple((first, min(each, rows - first)) for first in range(0, rows, each))
+    return Cut(len(parts), parts)

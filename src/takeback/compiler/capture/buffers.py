@@ -67,8 +67,14 @@ class BufferTable:
         self._watched = _tells_of_deaths()
         self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._leaf_storages: set[int] = set()
+        # What the forward and backward hardly ever read comes last: the optimizer has no state when the first step is
+        # recorded, and the buffers of one recording are to have the numbers of the next.
+        self._unmet: dict[int, tuple[torch.Tensor, str]] = {}
         for tensor, (role, name) in known.items():
-            self._borrow(tensor, role, name)
+            if role is Role.STATE:
+                self._unmet[tensor.untyped_storage()._cdata] = (tensor, name)
+            else:
+                self._borrow(tensor, role, name)
         for i, leaf in enumerate(batch):
             self._borrow_leaf(leaf, i)
 
@@ -89,6 +95,15 @@ class BufferTable:
         self._leaf_of[leaf] = (ident, leaf.storage_offset())
         # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
         self._leaf_storages.add(leaf.untyped_storage()._cdata)
+
+    def _met(self, key: int) -> tuple[torch.Tensor, Role, str]:
+        tensor, name = self._unmet.pop(key)
+        return tensor, Role.STATE, name
+
+    def finish_(self) -> None:
+        """The step is over: what it has not come across is there nevertheless."""
+        for key in tuple(self._unmet):
+            self._borrow(*self._met(key))
 
     def constant(self, tensor: torch.Tensor) -> Region:
         """A copy of the tensor that belongs to the program."""
@@ -135,6 +150,8 @@ class BufferTable:
             offset = tensor.storage_offset() - base
         else:
             found = self._by_storage.get(key)
+            if found is None and key in self._unmet:
+                found = self._borrow(*self._met(key))
             if found is None and key in self._leaf_storages and key not in self._reachable:
                 raise CaptureError(
                     f"a view of the batch reached an op{self._at()} by a way that takeback cannot follow, so the next "
@@ -151,9 +168,10 @@ class BufferTable:
     def knows(self, tensor: torch.Tensor) -> bool:
         """False if the storage is a new one, if need be at the address of one that has died since (its weak reference
         has expired)."""
-        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        ident = self._by_storage.get(key)
         if ident is None:
-            return False
+            return key in self._unmet
         weak = self._weak.get(ident)
         return weak is None or not weak.expired()
 

@@ -13,7 +13,7 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.twin import disproof
 from takeback.compiler.capture.update import Update, Updates, lacks_state, own_step_reason, write_update
-from takeback.compiler.program import BufferId, Program
+from takeback.compiler.program import BufferId, Program, Region
 from takeback.errors import OptionError
 from takeback.options import Options
 
@@ -38,6 +38,7 @@ class Finished:
     kept: frozenset[BufferId]  #: what must last to the end of the step
     own_steps: tuple[OwnStep, ...]
     awaits_state: bool = False  #: it is called only until the optimizer has its state
+    adds: Mapping[int, Region] | None = None  #: of a microbatch: what each gradient is added to, by parameter
 
 
 def why_own_steps(optimizers: Optimizers, scaling: Scaling | None = None) -> tuple[str | None, ...]:

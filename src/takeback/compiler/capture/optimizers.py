@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from takeback.errors import CaptureError, OptionError
 
 _ACCUMULATES = (
-    "A compiled step drops its gradients when it ends, so those of a microbatch whose update is left out would be lost "
-    "in silence. Call the step with the whole batch and compile_step(..., accumulate=n), which splits it and averages "
-    "the losses, outside of accumulate() and with gradient_accumulation_steps=1; or train in eager."
+    "A compiled step that updates drops its gradients, so those of a microbatch whose update is left out would be lost "
+    "in silence. Say it to the step: step(*batch, update=False) adds its gradients up, and with Accelerate that is "
+    "step(*batch, update=accelerator.sync_gradients); see docs/accumulation.md. Or call it with the whole batch and "
+    "compile_step(..., accumulate=n), outside of accumulate()."
 )
 
 
@@ -39,6 +40,11 @@ class Optimizers:
     def states(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """The state of each parameter that has one."""
         return ((p, table) for member in self.members for p, table in member.state.items())
+
+    def state_bytes(self, device: torch.device) -> int:
+        """What all of it takes on a device."""
+        found = (value for _, table in self.states for value in table.values())
+        return sum(t.untyped_storage().nbytes() for t in found if isinstance(t, torch.Tensor) and t.device == device)
 
     def step_(self) -> None:
         """The update in eager."""

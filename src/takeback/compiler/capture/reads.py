@@ -71,9 +71,7 @@ class Reads(TorchFunctionMode):
             self.found.append((name, tensor.shape))
         return out
 
-    def _suspects(
-        self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
+    def _suspects(self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the whole numbers without whose bytes the call does not dispatch the ops that it did."""
         key = (call.func, call.seen, form_of((call.args, call.kwargs)))
         if key in self._proved or _is_own_kernel(call) or any(map(_is_wrapped, tensors)):

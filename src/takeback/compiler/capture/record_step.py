@@ -18,8 +18,9 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
-from takeback.compiler.capture.batch import map_tensors, microbatch, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch import cut, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
+from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
@@ -61,6 +62,7 @@ class Capture:
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
     notes: tuple[str, ...] = ()
     random_ends: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)  #: where the step left them
+    kin: Kin | None = None  #: for a recording of the same step with other shapes
 
 
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
@@ -75,10 +77,12 @@ def capture(
     real: bool = True,
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
-    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them."""
-    first = _look(subject, args, kwargs)
+    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
+    `kin`: of an earlier recording, whose assumptions all hold."""
+    first = _look(subject, args, kwargs) if kin is None else kin.before
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
     }
@@ -93,7 +97,7 @@ def capture(
                     return _attempt(subject, args, kwargs, first, recording, real, on_abort, numbers)
                 for generator, state in states:
                     generator.set_state(state)
-            return _attempt(subject, args, kwargs, first, recording, real, on_abort)
+            return _attempt(subject, args, kwargs, first, recording, real, on_abort, kin=kin)
         except _KeptState as kept:
             for generator, state in states:
                 generator.set_state(state)
@@ -184,6 +188,7 @@ def _attempt(
     real: bool,
     on_abort: Callable[[Callable[[], None]], None],
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     onlooker = Onlooker(before.objects)
     on_abort(onlooker.stop_)
@@ -218,8 +223,15 @@ def _attempt(
             for p in subject.parameters:
                 p.grad = None
             raise
-    look = functools.partial(_look, subject, args, kwargs, onlooker.seen)
-    got = _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
+
+    def look() -> Kin:
+        seen = onlooker.seen
+        if kin is not None and kin.covers(seen):
+            return kin
+        assumptions = _look(subject, args, kwargs, seen)
+        return Kin(before, assumptions, assumptions.places(), seen)
+
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 
@@ -266,7 +278,7 @@ def _run(
     reachable: Sequence[torch.Tensor],
 ) -> _Ran:
     """The eager recipe: forward, backward, sum over microbatches, unscale, clip."""
-    count, scaling = subject.accumulate, subject.scaling
+    parted, scaling = cut((args, kwargs), subject.accumulate), subject.scaling
     if scaling is not None:
         scaling.begin_()
     total: torch.Tensor | None = None
@@ -274,15 +286,15 @@ def _run(
     has_aux = False
     foreign: dict[torch.nn.Parameter, str] = {}
     with recorder:
-        for index in range(count):
+        for index in range(parted.count):
             recorder.phase = Phase.FORWARD
-            part_args, part_kwargs = (args, kwargs) if count == 1 else microbatch((args, kwargs), index, count)
+            part_args, part_kwargs = parted.part((args, kwargs), index)
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             check_loss(loss, subject, first=index == 0)
             leaves = leaves_of(loss, subject, reachable)
             parts.append(aux)
-            part = loss if count == 1 else loss / count
+            part = parted.weigh(loss, index)
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
             foreign |= _backward(root, subject, leaves)
@@ -293,6 +305,10 @@ def _run(
             if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
                 p.grad = p.grad.resolve_conj().resolve_neg()
     recorder.mark_end_of_backward()
+    assert total is not None
+    aux = open_objects(parts[0] if subject.accumulate == 1 else tuple(parts))
+    if not subject.updates:
+        return _Ran(total, aux, has_aux, None, foreign)
     with recorder:
         if scaling is None:
             recorder.phase = Phase.UPDATE
@@ -300,8 +316,7 @@ def _run(
             scaling.unscale_()  # still the backward, and so is clipping: eager does both, then decides on the update
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
-    assert total is not None
-    return _Ran(total, open_objects(parts[0] if count == 1 else tuple(parts)), has_aux, norm, foreign)
+    return _Ran(total, aux, has_aux, norm, foreign)  # what runs in here counts as the step's: no code of a library's
 
 
 def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
@@ -335,22 +350,21 @@ def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torc
 def _finish(
     subject: Subject,
     recorder: Recorder,
-    before: Assumptions,
-    look: Callable[[], Assumptions],
+    look: Callable[[], Kin],
     ran: _Ran,
     events: Sequence[AllocatorEvent],
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = results_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
-    found_inf = subject.scaling.found_inf if subject.scaling is not None else None
+    found_inf = subject.scaling.found_inf if subject.scaling is not None and subject.updates else None
     made = [(d.holder, d.detached()) for d in subject.derived if d.is_new]
     held = [new for _, new in made]
     given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
     settle_(subject.derived)
-    assumptions = look()
-    within = assumptions.places()
+    kin = look()
+    before, assumptions, within = kin.before, kin.assumptions, kin.within
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
         recorder.rewind_()
@@ -384,6 +398,7 @@ def _finish(
         tuple(holder for holder, _ in made),
         tuple(_notes(ran.foreign)),
         recorder.random_ends,
+        kin,
     )
 
 

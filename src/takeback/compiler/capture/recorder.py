@@ -287,6 +287,7 @@ class Recorder(TorchDispatchMode):
         """Everything recorded, with the scratch that the allocator saw inside each op."""
         table = self.table
         table.bury(len(self.ops))
+        table.finish_()
         addressed = attach_scratch(self.ops, table.address, events)
         woven = self._random.weave(addressed) if self._random is not None else addressed
         shift = _positions(addressed, woven)

@@ -32,6 +32,14 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_OURS) or file.startswith(_ZOO)
 
 
+def level_of_user() -> int:
+    """For a warning: how far above the function that asks is the innermost frame outside takeback, as `stacklevel`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def at(site: Site | None) -> str:
     """The place in words, to follow what happened there in an error; nothing if it is not known."""
     return f" at {site.describe()}" if site else ""

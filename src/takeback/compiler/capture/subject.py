@@ -15,6 +15,7 @@ from takeback.compiler.capture.modes import dispatch_mode
 from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
 from takeback.compiler.capture.reach import modules_beside
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.site import level_of_user
 from takeback.compiler.program import Role, Site
 from takeback.errors import CaptureError
 
@@ -35,6 +36,7 @@ class Subject:
     scaling: Scaling | None = None
     beside: Mapping[str, torch.nn.Module] = field(default_factory=dict)  #: modules that loss_fn holds, by name
     derived: tuple[Derived, ...] = ()
+    updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
 
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
@@ -109,6 +111,7 @@ def build(
     accumulate: int,
     clip_norm: float | None,
     scaling: Scaling | None = None,
+    updates: bool = True,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
@@ -151,7 +154,7 @@ def build(
         if isinstance(value, torch.Tensor)
     )
     parameters = tuple(model.parameters())
-    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived)
+    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived, updates)
 
 
 class NewPlans:
@@ -177,7 +180,7 @@ class NewPlans:
             return
         self._warned = True
         same = self._keys[-2] == self._keys[-1]
-        varies = changed if same and changed else _difference(self._keys[-2], self._keys[-1])
+        varies = changed if same and changed else difference(self._keys[-2], self._keys[-1])
         if same and read is not None:
             varies = f"the value that is read into Python at {read.describe()} is another one each time"
         advice = (
@@ -192,11 +195,11 @@ class NewPlans:
             f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan is recorded and "
             f"compared with eager, which takes a few steps' time. {advice}",
             RuntimeWarning,
-            stacklevel=7,  # note, _record, _call, _in_turn, the turn, __call__, and the line that calls the step
+            stacklevel=level_of_user(),
         )
 
 
-def _difference(before: Hashable, after: Hashable) -> str:
+def difference(before: Hashable, after: Hashable) -> str:
     """The first place where two keys differ, in words."""
     if isinstance(before, torch.Size) and isinstance(after, torch.Size):
         if len(before) == len(after):
@@ -207,7 +210,7 @@ def _difference(before: Hashable, after: Hashable) -> str:
     if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
         for a, b in zip(before, after, strict=True):
             if a != b:
-                return _difference(a, b)
+                return difference(a, b)
     if before == after:
         return "a Python value that the step reads changes between steps"
     return f"an argument varies ({before!r}, then {after!r})"

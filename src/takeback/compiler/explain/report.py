@@ -20,7 +20,7 @@ from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
-from takeback.compiler.program import Op, Phase, Program, Region
+from takeback.compiler.program import Op, Phase, Program, Region, Role
 from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.proof import Skipped
 
@@ -103,12 +103,15 @@ def build_report(
     step_s: float = 0.0,
     added_s: float = 0.0,
     notes: Sequence[str] = (),
+    state_bytes: int = 0,
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
-    ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording."""
+    ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
+    `state_bytes`: the optimizers' state as it is now, which a program without an update need not name."""
     program = layout.draft.program
     resident = resident_by_role(program)
+    resident[Role.STATE.value] = max(resident[Role.STATE.value], state_bytes)
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)

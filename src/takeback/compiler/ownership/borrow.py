@@ -76,7 +76,11 @@ class _Owner:
     def story(self) -> str:
         """In words, for an error."""
         if self.access is None:
-            return "nothing was ever written there" if self.effect is None else f"they are scratch that {self.effect} left behind"
+            return (
+                "nothing was ever written there"
+                if self.effect is None
+                else f"they are scratch that {self.effect} left behind"
+            )
         how = "lives there from the start" if self.effect is None else f"was written by {self.effect}"
         return f"they belong to value {self.value} '{self.access.label}', which {how}"
 

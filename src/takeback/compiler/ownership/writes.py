@@ -12,9 +12,11 @@ from takeback.compiler.program import BufferId, Phase, Program, Role, Special
 
 
 def written_before_update(program: Program) -> list[BufferId]:
-    """What the forward and backward write of the user's, in order: running statistics, counters."""
+    """What the forward and backward write of the user's, in order: running statistics, counters. Gradients that have
+    waited for this update are dropped with it, whether it succeeds or not."""
     written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
-    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role is not Role.CONSTANT]
+    others = (Role.CONSTANT, Role.GRADIENT)
+    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role not in others]
 
 
 def undo_bytes(program: Program) -> int:

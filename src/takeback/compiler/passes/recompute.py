@@ -17,9 +17,10 @@ from dataclasses import dataclass, replace
 
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.candidates import candidates, choice_of
-from takeback.compiler.passes.choice import Choice, apply
-from takeback.compiler.passes.draft import Draft, owner_of
+from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild, owner_of
 from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
@@ -80,7 +81,15 @@ class Below:
     room_bytes: int
 
 
-Goal = Keep | Lowest | Within | Below
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What was chosen for a sibling of the program. Where its ops are not those of this one, `otherwise`."""
+
+    chosen: Chosen
+    otherwise: Goal
+
+
+Goal = Keep | Lowest | Within | Below | Again
 
 
 @dataclass(frozen=True)
@@ -95,12 +104,29 @@ class Point:
 def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
     """The draft with the choice for `goal` made, and what is to be known of the search among its notes. Where nothing
     is below the room of a `Below`, the lowest peak is taken: the caller compares."""
+    while isinstance(goal, Again):
+        choice = _translated(goal.chosen, draft.program.ops)
+        if choice is not None:
+            return _made(draft, choice, goal.chosen.notes)
+        goal = goal.otherwise
     if isinstance(goal, Keep):
         return draft
     search = chooser.search(draft)
     point = search.point(goal)
-    changed = apply(draft, point.choice)
-    return replace(changed, planned_peak_bytes=point.peak_bytes, notes=(*changed.notes, *search.notes))
+    return replace(_made(draft, point.choice, search.notes), planned_peak_bytes=point.peak_bytes)
+
+
+def _made(draft: Draft, choice: Choice, notes: tuple[str, ...]) -> Draft:
+    chosen = Chosen(choice, draft.program.ops, notes)
+    return replace(apply(draft, choice), notes=(*draft.notes, *notes), chosen=chosen)
+
+
+def _translated(chosen: Chosen, ops: tuple[Op, ...]) -> Choice | None:
+    """The same choice among the ops of a sibling."""
+    at = aligned(chosen.ops, ops)
+    if at is None or any(each.before not in at or each.op not in at for each in chosen.choice.rebuilds):
+        return None
+    return Choice(tuple(Rebuild(at[each.before], at[each.op]) for each in chosen.choice.rebuilds))
 
 
 def planned_peak(draft: Draft) -> int:
@@ -181,6 +207,8 @@ class Search:
                 return self.lowest(share)
             case Below(room_bytes):
                 return self._below(room_bytes)
+            case Again():
+                raise AssertionError("what was chosen before is not searched for")
 
     def _below(self, room_bytes: int) -> Point:
         if self.keep.peak_bytes <= room_bytes:

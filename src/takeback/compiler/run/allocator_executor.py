@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.compiler.layout import Layout, lay_out
-from takeback.compiler.program import BufferId, Op, Region, Role, Scratch
+from takeback.compiler.program import BufferId, Op, Region, Scratch
 from takeback.compiler.run.allocator_code import AllocatorCode, Compute, UpdateCode, generate_for_allocator
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
 from takeback.compiler.run.executor import Executor
@@ -51,7 +51,7 @@ class AllocatorExecutor(Executor):
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         role = self.program.buffers[region.buffer].role
-        if role is Role.BATCH:
+        if role.handed:
             leaf = leaves[self.program.leaves[region.buffer]]
             return look(leaf, region.dtype, region.shape, region.stride, region.offset)
         owner = self.program.externals.get(region.buffer)

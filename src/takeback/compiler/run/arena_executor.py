@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
 
 from takeback.compiler.layout import Layout, asks_for_results, lay_out
-from takeback.compiler.program import BufferId, Region, Role, Scratch, Special, regions
+from takeback.compiler.program import BufferId, Region, Scratch, Special, regions
 from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
@@ -28,9 +29,10 @@ class ArenaExecutor(Executor):
         *,
         poison: bool = False,
         reducer: Reducer | None = None,
+        codes: dict[str, CodeType] | None = None,
     ) -> None:
         super().__init__(layout, reducer)
-        self.code: Code = generate(layout, poison=poison)
+        self.code: Code = generate(layout, poison=poison, codes=codes)
         self._arena = arena
         self._native = native
         self._cell = Cell()
@@ -46,7 +48,7 @@ class ArenaExecutor(Executor):
 
     def tensor(self, region: Region, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The bytes of a region as they are now."""
-        if self.program.buffers[region.buffer].role is Role.BATCH:
+        if self.program.buffers[region.buffer].role.handed:
             leaf = leaves[self.program.leaves[region.buffer]]
             return look(leaf, region.dtype, region.shape, region.stride, region.offset)
         return place(
@@ -143,7 +145,8 @@ class ArenaExecutor(Executor):
             replace(op, scratch=changed[position]) if position in changed else op
             for position, op in enumerate(self.program.ops)
         )
-        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)), near=self.layout)
+        draft = replace(self.layout.draft, program=replace(self.program, ops=ops))
+        return lay_out(draft, near=self.layout, like=self.layout.placed.placing)
 
 
 def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:

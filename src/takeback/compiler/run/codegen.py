@@ -18,7 +18,7 @@ import torch
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload, reads_storage
 from takeback.compiler.ownership.kinds import Kind, may_vary
-from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Role, Special
+from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Special
 from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
@@ -121,6 +121,7 @@ class _Names:
         self.spans: dict[tuple[int, int], str] = {}
         self.lists: dict[tuple[str, ...], str] = {}
         self.constants: dict[str, object] = {}
+        self.numbers: dict[str, int | tuple[int, ...]] = {}
         self._known: dict[object, str] = {}
         self._shapes: dict[tuple[int, ...], torch.Size] = {}
 
@@ -141,6 +142,12 @@ class _Names:
 
     def shape(self, shape: tuple[int, ...]) -> str:
         return self.constant(self._shapes.setdefault(shape, torch.Size(shape)))
+
+    def number(self, value: int | tuple[int, ...]) -> str:
+        """By where it stands, not by what it is: siblings have the same source."""
+        name = f"n{len(self.numbers)}"
+        self.numbers[name] = value
+        return name
 
     def constant(self, value: object, prefix: str = "k") -> str:
         key = (type(value), id(value))
@@ -257,13 +264,13 @@ class Emitter:
         return f"{function}({', '.join(parts)})"
 
     def _storage(self, region: Region) -> str:
-        if self.program.buffers[region.buffer].role is Role.BATCH:
+        if self.program.buffers[region.buffer].role.handed:
             return self._batch_region(region)
         return self.names.storage(region)
 
     def argument(self, arg: Argument) -> str:
         if isinstance(arg, Region):
-            if self.program.buffers[arg.buffer].role is Role.BATCH:
+            if self.program.buffers[arg.buffer].role.handed:
                 return self._batch_region(arg)
             return self.names.region(arg)
         if isinstance(arg, HyperScalar):
@@ -271,10 +278,14 @@ class Emitter:
         if isinstance(arg, Number):
             return f"{self.names.constant(arg)}.now"
         if isinstance(arg, tuple):
+            if arg and all(type(a) is int for a in arg):
+                return self.names.number(arg)
             members = tuple(self.argument(a) for a in arg)
             if members and all(m.startswith("t") for m in members):  # names of tensors that are built beforehand
                 return self.names.list(members)
             return "[" + ", ".join(members) + "]"
+        if type(arg) is int:
+            return self.names.number(arg)
         if arg is None or isinstance(arg, bool | int | str):
             return repr(arg)
         if isinstance(arg, float) and math.isfinite(arg):
@@ -286,11 +297,10 @@ class Emitter:
         if key not in self._batch:
             name = f"x{len(self._batch)}"
             leaf = self.program.leaves[region.buffer]
-            shape, stride = tuple(region.shape), tuple(region.stride)
             dtype = self.names.constant(region.dtype)
-            self.prologues[self._updating].append(
-                f"{name} = look(B[{leaf}], {dtype}, {shape!r}, {stride!r}, {region.offset})"
-            )
+            geometry = (tuple(region.shape), tuple(region.stride), region.offset)
+            numbers = ", ".join(self.names.number(part) for part in geometry)
+            self.prologues[self._updating].append(f"{name} = look(B[{leaf}], {dtype}, {numbers})")
             self._batch[key] = name
         return self._batch[key]
 
@@ -345,8 +355,8 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
     return max(a[0], b[0]) < min(a[1], b[1])
 
 
-def generate(layout: Layout, *, poison: bool = False) -> Code:
-    """The step's source, compiled."""
+def generate(layout: Layout, *, poison: bool = False, codes: dict[str, CodeType] | None = None) -> Code:
+    """The step's source, compiled; one that is among `codes` already is not compiled again."""
     emitter = Emitter(layout, poison)
     emitter.emit()
     names = emitter.names
@@ -367,13 +377,16 @@ def generate(layout: Layout, *, poison: bool = False) -> Code:
     lines += [f"    {line}" for line in emitter.bodies[True]]
     lines.append("    cell[0] = -1")
     source = "\n".join(lines) + "\n"
+    codes = {} if codes is None else codes
+    if source not in codes:
+        codes[source] = compile(source, "<takeback step>", "exec")
     return Code(
         source,
-        compile(source, "<takeback step>", "exec"),
+        codes[source],
         {name: region for region, name in names.regions.items()},
         {name: region for region, name in names.storages.items()},
         {name: region for region, name in names.addresses.items()},
         {name: span for span, name in names.spans.items()},
         {name: members for members, name in names.lists.items()},
-        dict(names.constants),
+        {**names.constants, **names.numbers},
     )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from takeback.compiler.capture.batch import microbatch
+from takeback.compiler.capture.batch import cut
 from takeback.compiler.capture.loss import split_loss
 from takeback.compiler.capture.optimizers import Optimizers, optimizers_of
 
@@ -45,6 +45,7 @@ class Recipe:
     accumulate: int = 1
     clip_norm: float | None = None
     scaler: torch.amp.GradScaler | None = None
+    updates: bool = True  #: False: a microbatch, whose gradients are neither unscaled nor clipped
 
     @functools.cached_property
     def optimizers(self) -> Optimizers:
@@ -62,30 +63,37 @@ class Recipe:
         """zero_grad, then forward and backward for each microbatch, whose loss `scaler` multiplies. Gradients are in
         `.grad`, neither unscaled nor clipped."""
         self.model.zero_grad(set_to_none=True)
-        count = self.accumulate
+        return self.add_backward_(batch, scaler)
+
+    def add_backward_(
+        self, batch: Batch, scaler: Scaler | None = None, begin_: Callable[[], None] | None = None
+    ) -> Gave:
+        """The same without zero_grad: gradients are added to what is in `.grad`. `begin_` is called before they are."""
+        parted = cut(batch, self.accumulate)
         total: torch.Tensor | None = None
         parts: list[Any] = []
         has_aux = False
-        for index in range(count):
-            args, kwargs = batch if count == 1 else microbatch(batch, index, count)
+        for index in range(parted.count):
+            args, kwargs = parted.part(batch, index)
             loss, aux, has_aux = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
             parts.append(aux)
-            if count > 1:
-                loss = loss / count
+            loss = parted.weigh(loss, index)
+            if begin_ is not None:
+                begin_()
             (loss if scaler is None else scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
             del loss
         assert total is not None
-        return Gave(total, parts[0] if count == 1 else tuple(parts), has_aux)
+        return Gave(total, parts[0] if self.accumulate == 1 else tuple(parts), has_aux)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss alone, as `backward_` gives it."""
-        count = self.accumulate
+        parted = cut(batch, self.accumulate)
         total: torch.Tensor | None = None
-        for index in range(count):
-            args, kwargs = batch if count == 1 else microbatch(batch, index, count)
+        for index in range(parted.count):
+            args, kwargs = parted.part(batch, index)
             loss, _, _ = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
-            part = loss.detach() if count == 1 else loss.detach() / count
+            part = parted.weigh(loss.detach(), index)
             total = part if total is None else total + part
         assert total is not None
         return total

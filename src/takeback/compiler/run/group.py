@@ -61,13 +61,14 @@ class Group:
         )
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, *, first: bool = True) -> Iterator[None]:
         """One call of the step. Whatever is raised before `commit_` leaves this rank a step behind the others: its
-        buffers are put back, and nothing more is sent."""
+        buffers are put back, and nothing more is sent. `first`: of an accumulation, before which buffers are sent."""
         self.reducer.check()
         self._undo, self._open = lambda: None, True
         try:
-            self._undo = self._replicas.send_buffers_()
+            if first:
+                self._undo = self._replicas.send_buffers_()
             yield
         except BaseException as error:
             if self._open:

@@ -5,23 +5,28 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import CodeType
 
 import torch
 
 from takeback.compiler.capture import subject as subjects
+from takeback.compiler.capture.accumulation import finish_microbatch
 from takeback.compiler.capture.assumptions import NumberPlace
-from takeback.compiler.capture.finish import check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
-from takeback.compiler.layout import Layout
+from takeback.compiler.layout import Layout, transient_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
-from takeback.compiler.planning import plan_within, settings_for
+from takeback.compiler.passes.reduce import Sharing
+from takeback.compiler.passes.siblings import knowing
+from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -31,12 +36,19 @@ from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
-from takeback.compiler.run.plans import Plan
+from takeback.compiler.run.pending import Microbatch
+from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
+
+_WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
+_ADDS = (
+    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
+    "is a plan of its own"
+)
 
 
 class PlanMaker:
@@ -44,10 +56,12 @@ class PlanMaker:
 
     def __init__(self, recipe: Recipe, options: Options, scaling: Scaling | None, group: Group | None) -> None:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
-        on_cpu = subjects.device_of(recipe.model).type == "cpu"
+        self.device = subjects.device_of(recipe.model)
+        on_cpu = self.device.type == "cpu"
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     @property
     def optimizers(self) -> Optimizers:
@@ -58,7 +72,7 @@ class PlanMaker:
         with Transaction():  # a twin of the optimizer takes a step under a recorder: Ctrl-C waits for that
             check_early(self.options, self.optimizers)
 
-    def subject(self, leaves: Sequence[torch.Tensor]) -> Subject:
+    def subject(self, leaves: Sequence[torch.Tensor], *, updates: bool = True) -> Subject:
         """What is to be recorded, as the user's objects are now."""
         return subjects.build(
             self.recipe.model,
@@ -68,73 +82,150 @@ class PlanMaker:
             accumulate=self.options.accumulate,
             clip_norm=self.options.clip_norm,
             scaling=self.scaling,
+            updates=updates,
         )
 
-    def recorded(self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace]) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced."""
+    def recorded(
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Plan | None
+    ) -> RecordedStep:
+        """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
         return RecordedStep(
             subject,
-            self.recipe,
+            self.recipe if subject.updates else self.microbatch_recipe,
             scaling=self.scaling,
             group=self.group,
             measure=measure,
-            recording=recorder(self.native, subjects.device_of(self.recipe.model)),
+            recording=recorder(self.native, self.device),
             leave=self.native.off if self.native is not None else None,
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
             numbers=numbers,
+            kin=kin,
         )
 
-    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor]) -> Program:
+    def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None = None) -> Program:
         """The step as it is now, recorded and taken back."""
         with Transaction() as aside:
-            aside.at_end(self.recipe.drop_grads_)
+            aside.at_end(self.recipe.drop_grads_ if micro is None else micro.put_back_)
             aside.compute()
-            got = capture(self.subject(leaves), *batch, on_abort=aside.on_abort)
+            got = capture(self.subject(leaves, updates=micro is None), *batch, on_abort=aside.on_abort)
             got.rewind_()
         return got.program
 
-    def plan(self, key: Hashable, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor]) -> Plan:
-        """Of a recording."""
-        options, group = self.options, self.group
-        finished = finish_program(
-            got.program,
-            self.optimizers,
-            subject.parameters,
-            subject.names,
-            own_steps=why_own_steps(self.optimizers, self.scaling),
-            one_by_one=options.update == "early",
-            keep_grads=options.keep_grads,
-            scaling=self.scaling,
+    def plan(
+        self,
+        key: Hashable,
+        outline: Hashable,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        sibling: Plan | None,
+        micro: Microbatch | None = None,
+    ) -> Plan:
+        """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
+        taken over, if they are as good here."""
+        family = sibling.family if sibling is not None else Family()
+        finished = self._finished(subject, got, leaves, micro, family.pattern)
+        if family.pattern is not None:
+            finished = replace(finished, program=knowing(finished.program, family.pattern.executor.program))
+        sharing = self.group.sharing if self.group is not None and micro is None else None
+        planned, searched = self._laid_out_like(finished, family.pattern, sharing)
+        numbers = numbers_of(planned.layout.draft.program)
+        plan = Plan(
+            key=key,
+            outline=outline,
+            recorded=got.program,
+            kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
+            family=family,
+            is_sibling=not searched,
+            rehearsals=0 if searched else 1,
+            watch=Watch(subject, got.assumptions, leaves),
+            finished=finished,
+            executor=self.executor(planned.layout, family.codes),
+            aux_form=got.aux_form,
+            has_aux=got.has_aux,
+            names=_names(subject),
+            planned=planned,
+            numbers=numbers,
+            aside=got.aside,
+            held=got.held,
+            notes=got.notes if micro is None else (*got.notes, _ADDS),
         )
-        sharing = group.sharing if group is not None else None
+        if searched and plan.kin is not None:
+            family.pattern = plan
+        return plan
+
+    def _laid_out_like(self, finished: Finished, pattern: Plan | None, sharing: Sharing | None) -> tuple[Planned, bool]:
+        """With what was chosen for a plan of other shapes, or else by a search of its own, and whether it was that."""
+        if pattern is not None:
+            planned = self.lay_out(finished, self.options, sharing, pattern.executor.layout)
+            if self.options.memory == "keep" or _as_good(planned.layout, finished.program, pattern):
+                return planned, False
+        return self.lay_out(finished, self.options, sharing), True
+
+    def lay_out(
+        self, finished: Finished, options: Options, sharing: Sharing | None = None, sibling: Layout | None = None
+    ) -> Planned:
+        """A finished program, planned. `sharing`: its gradients are averaged over a group. `sibling`: of other shapes,
+        whose choices are taken over."""
         seconds = cost_of(finished.program)
         settings = settings_for(
             finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
         )
-        planned = plan_within(finished.program, finished.kept, options, settings)
-        return Plan(
-            key=key,
-            watch=Watch(subject, got.assumptions, leaves),
-            finished=finished,
-            executor=self.executor(planned.layout),
-            aux_form=got.aux_form,
-            has_aux=got.has_aux,
-            names=tuple(subject.names[id(p)] for p in subject.parameters),
-            step_s=planned.step_s,
-            added_s=planned.added_s,
-            numbers=numbers_of(planned.layout.draft.program),
-            aside=got.aside,
-            held=got.held,
-            notes=got.notes,
+        if finished.adds is not None:  # each gradient is added as soon as it is complete
+            settings = replace(settings, early=True)
+        return plan_within(finished.program, finished.kept, options, settings, sibling=sibling)
+
+    def _finished(
+        self,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        micro: Microbatch | None,
+        pattern: Plan | None,
+    ) -> Finished:
+        if micro is not None:
+            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+        options = self.options
+        return finish_program(
+            got.program,
+            self.optimizers,
+            subject.parameters,
+            subject.names,
+            own_steps=self._why_own_steps(pattern),
+            one_by_one=options.update == "early",
+            keep_grads=options.keep_grads,
+            scaling=self.scaling,
         )
 
-    def executor(self, layout: Layout) -> Executor:
-        """Of a layout, on this step's device."""
-        reducer = self.group.reducer if self.group is not None else None
+    def _why_own_steps(self, sibling: Plan | None) -> tuple[str | None, ...]:
+        """What was found of the optimizers holds for a sibling: they are watched."""
+        if sibling is None or sibling.finished.awaits_state:
+            return why_own_steps(self.optimizers, self.scaling)
+        known = {own.position: own.reason for own in sibling.finished.own_steps}
+        return tuple(known.get(i) for i in range(len(self.optimizers.members)))
+
+    def executor(self, layout: Layout, codes: dict[str, CodeType] | None = None) -> Executor:
+        """Of a layout, on this step's device. `codes` are those of its siblings, by source."""
+        sends = layout.program.flags is not None
+        reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
             return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer)
+        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer, codes=codes)
+
+
+def _as_good(layout: Layout, recorded: Program, pattern: Plan) -> bool:
+    """Whether a choice that was made for other shapes saves as large a part of eager's peak for these. For smaller ones
+    it is enough to need no more than those: the largest batch decides how much memory the training takes."""
+    here, there = transient_bytes(layout), transient_bytes(pattern.executor.layout)
+    if here <= there and sums_up(recorded) <= sums_up(pattern.original):
+        return True
+    share = there / max(1, pattern.eager_bytes)
+    return here <= eager_peak(recorded).transient_bytes * share * (1 + _WORSE)
+
+
+def _names(subject: Subject) -> tuple[str, ...]:
+    return tuple(subject.names[id(p)] for p in subject.parameters)
 
 
 def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> Capture | None:
@@ -145,4 +236,4 @@ def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> C
     if program is None:
         return None
     got.assumptions.leave_out_(numbers, got.trace.values)
-    return dataclasses.replace(got, program=program)
+    return replace(got, program=program)

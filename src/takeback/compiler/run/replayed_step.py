@@ -7,7 +7,7 @@ plan, and all of them where the ranks of a group have gradients for other parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,25 @@ class Results:
     @property
     def returned(self) -> Any:
         return (self.loss, self.aux) if self.has_aux else self.loss
+
+
+def given_results(
+    executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool, held: Sequence[torch.Tensor]
+) -> Results:
+    """Loss and aux of a replay, before the executor lets go of them: copies of what is the plan's, the very bytes of
+    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor; `held` take the values of the last."""
+    program = executor.program
+
+    def returned(region: Region) -> torch.Tensor:
+        borrowed = program.buffers[region.buffer].role.borrowed
+        return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
+
+    loss = executor.give(program.loss, leaves)
+    aux = [returned(r) for r in program.aux[: len(program.aux) - len(held)]]
+    for holder, value in zip(held, program.aux[len(aux) :], strict=True):
+        holder.copy_(executor.tensor(value, leaves))
+    form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index]))
+    return Results(loss, form, has_aux, None)
 
 
 @dataclass
@@ -79,27 +98,16 @@ class ReplayedStep:
         return updated
 
     def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool, held: Sequence[torch.Tensor] = ()) -> Results:
-        """Tensors for the caller, who owns them: copies of what is the plan's. `.grad` is set, to one or to None.
-        `aux_form` is aux with an `AuxSlot` for every tensor; `held` take the values of the last ones."""
-        executor, program, leaves = self.executor, self.executor.program, self.leaves
-        loss = executor.give(program.loss, leaves)
-        aux = [self._returned(r) for r in program.aux[: len(program.aux) - len(held)]]
-        for holder, value in zip(held, program.aux[len(aux) :], strict=True):
-            holder.copy_(executor.tensor(value, leaves))
-        norm = self._grad_norm
-        if not self._replaced and program.grad_norm is not None:
-            norm = executor.give(program.grad_norm, leaves)
+        """Tensors for the caller, who owns them. `.grad` is set, to a copy of the plan's or to None."""
+        executor, norm = self.executor, self._grad_norm
+        results = given_results(executor, self.leaves, aux_form, has_aux=has_aux, held=held)
+        if not self._replaced and executor.program.grad_norm is not None:
+            norm = executor.give(executor.program.grad_norm, self.leaves)
         for i, p in enumerate(self.parameters):
             region = self._grads.get(i) if keep_grads else None
-            p.grad = executor.give(region, leaves) if region is not None else None
+            p.grad = executor.give(region, self.leaves) if region is not None else None
         executor.release_()
-        form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index]))
-        return Results(loss, form, has_aux, norm)
-
-    def _returned(self, region: Region) -> torch.Tensor:
-        """A copy of what is the plan's, the very bytes of what is the caller's."""
-        borrowed = self.executor.program.buffers[region.buffer].role.borrowed
-        return self.executor.tensor(region, self.leaves) if borrowed else self.executor.give(region, self.leaves)
+        return replace(results, grad_norm=norm)
 
     def _skips(self) -> bool:
         """Whether a scaler leaves the update out; kernels that take found_inf see to that themselves."""

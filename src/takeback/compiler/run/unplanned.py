@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+from takeback.compiler.capture.site import level_of_user
 from takeback.errors import CaptureError
 
 _FIRST_WAIT = 16
@@ -89,7 +90,7 @@ class Unplanned:
             warnings.warn(
                 f"this step is not planned and runs plainly in eager (unplanned='eager'): {reason}",
                 RuntimeWarning,
-                stacklevel=6,  # refused_, _call, _in_turn, the turn, __call__, and the line that calls the step
+                stacklevel=level_of_user(),
             )
         return reason
 

@@ -68,13 +68,13 @@ class BesideEager:
         """Of eager's forward and backward for this step, which are then taken back."""
         with Transaction() as aside:
             aside.at_end(self.recipe.drop_grads_)
-            aside.at_end(_saved(self._written(), self.executor.program))
+            aside.at_end(saved(self.written(), self.executor.program))
             aside.compute()
             with torch.enable_grad(), self.aside.around():
                 loss = _gradients(self.recipe, self.batch, self.scaling)
             grads = {i: p.grad for i, p in enumerate(self.recipe.parameters) if p.grad is not None}
             found_inf = self.scaling.found_inf if self.scaling is not None else None
-            return keep(self.proof.measure, self._named(loss, grads, found_inf))
+            return keep(self.proof.measure, self.named(loss, grads, found_inf))
 
     def _compare(self, expected: Mapping[str, Kept]) -> None:
         """Of the step that has just been computed. A gradient that nobody reads any more is not looked for."""
@@ -82,19 +82,20 @@ class BesideEager:
         here = {i: r for i, r in program.grads.items() if executor.still_has(r)}
         grads = {i: executor.tensor(r, self.leaves) for i, r in here.items()}
         found_inf = executor.found_inf(self.leaves) if program.found_inf is not None else None
-        found = self._named(executor.tensor(program.loss, self.leaves), grads, found_inf)
+        found = self.named(executor.tensor(program.loss, self.leaves), grads, found_inf)
         gone = {_gradient(self.names[i]) for i in program.grads if i not in here}
         expected = {name: kept for name, kept in expected.items() if name not in gone}
         different = differing(self.proof.measure, expected, found)
         if different:
             raise VerifyError(
                 f"a new plan's first step was compared with eager, and {different[0]} has other bits. The step was "
-                f"taken back: model and optimizer are as before it. {_advice(program)}"
+                f"taken back: model and optimizer are as before it. {advice(program)}"
             )
 
-    def _named(
+    def named(
         self, loss: torch.Tensor, grads: Mapping[int, torch.Tensor], found_inf: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
+        """What is compared: these, and what the forward and backward write of the user's."""
         found = {"loss": loss} | {_gradient(self.names[i]): grad for i, grad in grads.items()}
         if found_inf is not None:
             found[_FOUND_INF] = found_inf
@@ -110,7 +111,7 @@ class BesideEager:
         `ForwardDiffers` where it is not, with the step taken back, and `ForwardFails` where it cannot be run so."""
         program = self.executor.program
         with Transaction() as aside:
-            aside.at_end(_saved(self._written(), program))
+            aside.at_end(saved(self.written(), program))
             aside.compute()
             try:
                 with torch.no_grad():
@@ -134,7 +135,7 @@ class BesideEager:
         """The result of the replay, after eager gave the same from the same state. Eager's state is what stays."""
         recipe, program = self.recipe, self.executor.program
         with Transaction() as both:
-            put_back = _saved([*(t for _, t in self._state()), *self._written()], program)
+            put_back = saved([*(t for _, t in self._state()), *self.written()], program)
             self._takes_back(both, put_back)
             both.compute()  # a Ctrl-C that waits for the replay's own commit strikes after it, and takes that back too
             out = run(None)
@@ -144,7 +145,7 @@ class BesideEager:
             put_back()
             both.done()
             del put_back  # eager's step needs the memory
-            self._takes_back(both, _saved(self._written(), program))
+            self._takes_back(both, saved(self.written(), program))
             both.compute()
             with torch.enable_grad(), self.aside.around():
                 expected = recipe.backward_(self.batch, recipe.scaler)
@@ -162,18 +163,18 @@ class BesideEager:
             step.on_abort(self.scaling.forget_)
 
     def _compare_steps(self, loss: torch.Tensor, expected: torch.Tensor, compiled: Mapping[str, torch.Tensor]) -> None:
-        advice = _KEPT + _advice(self.executor.program)
+        cause = _KEPT + advice(self.executor.program)
         measure = self.proof.measure
         if isinstance(measure, Bits):
             measure = Bits(one_nan=True)  # training went on with them on both sides
         if not same(measure, expected, loss):
-            raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {advice}")
+            raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {cause}")
         for name, now in self._state():
             if not same(measure, now, compiled[name]):
                 worst = (compiled[name].double() - now.detach().double()).abs().max().item()
-                raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {advice}")
+                raise VerifyError(f"after the step {name} differs from eager's by up to {worst:g}. {cause}")
 
-    def _written(self) -> list[torch.Tensor]:
+    def written(self) -> list[torch.Tensor]:
         """What a forward and backward write of the user's: statistics, the batch."""
         program = self.executor.program
         live = [program.externals[b] for b in written_before_update(program) if b in program.externals]
@@ -250,8 +251,9 @@ def _gradients(recipe: Recipe, batch: Batch, scaling: Scaling | None) -> torch.T
         return recipe.backward_(batch)
     scaling.begin_()
     loss = recipe.backward_(batch, scaling)
-    scaling.unscale_()
-    clip_(recipe.parameters, recipe.clip_norm)
+    if recipe.updates:
+        scaling.unscale_()
+        clip_(recipe.parameters, recipe.clip_norm)
     return loss
 
 
@@ -259,7 +261,7 @@ def _gradient(parameter: str) -> str:
     return f"the gradient of {parameter}"
 
 
-def _saved(live: Sequence[torch.Tensor], program: Program) -> Callable[[], None]:
+def saved(live: Sequence[torch.Tensor], program: Program) -> Callable[[], None]:
     """Saves tensors, and the generators that the step draws from. Gives what puts them back, whenever called."""
     saved = [t.detach().clone() for t in live]
     states = [(g, g.get_state()) for g in generators_of(program)]
@@ -273,5 +275,6 @@ def _saved(live: Sequence[torch.Tensor], program: Program) -> Callable[[], None]
     return put_back
 
 
-def _advice(program: Program) -> str:
+def advice(program: Program) -> str:
+    """What a difference may come from."""
     return nondeterminism(program) + _SEEN
