@@ -111,9 +111,7 @@ class _Tagger(nn.Module):
 
 def _gru(memory: str) -> FirstCase:
     batch = (torch.randint(1000, (8, 60)), torch.randint(20, (8, 60)))
-    return FirstCase(
-        _Tagger(), lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), _adamw, batch, memory
-    )
+    return FirstCase(_Tagger(), lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), _adamw, batch, memory)
 
 
 CASES: dict[str, Callable[[], FirstCase]] = {
