@@ -450,6 +450,8 @@ class CompiledStep:
         else:
             plan.executor = self._maker.executor(layout, plan.family.codes)
             plan.proved = False  # other places: compared with eager once more
+        if plan.rehearsals == 2:
+            self._maker.remember_(plan)
 
 
 def _schedule(verify_every: int | None) -> Schedule:
