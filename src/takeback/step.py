@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._update = PendingUpdate(self._maker)
+        self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
@@ -269,9 +269,13 @@ class CompiledStep:
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
-            notes=plan.notes,
+            notes=(*plan.notes, *self._update_notes(plan)),
             state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
         )
+
+    def _update_notes(self, plan: Plan) -> Iterator[str]:
+        if plan.finished.adds is not None and self._update.describe():
+            yield self._update.describe()
 
     # -- a new plan --------------------------------------------------------------------------------------------
 

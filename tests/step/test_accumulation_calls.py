@@ -233,16 +233,16 @@ def test_the_update_is_a_plan_and_is_replayed() -> None:
     plans = []
     for n in range(4):
         twins.accumulate(words([5, 5], first=10 * n), divide=2 + n)
-        plans.append(twins.step._update.plan)
-    assert plans[0] is not None
-    assert plans[3].finished is plans[0].finished
+        plans.append(twins.step._update.plans[0])
+    assert plans[3] is plans[0]
     assert plans[3].executor.counters.misses == 0
+    assert "the update is a plan of its own" in str(twins.step.report())
     twins.optimizers[0].param_groups[0]["lr"] = twins.optimizers[1].param_groups[0]["lr"] = 0.5
     twins.accumulate(words([5, 5]), divide=2)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["weight_decay"] = 0.0  # another update
     twins.accumulate(words([5, 5]), divide=2)
-    assert twins.step._update.plan.finished is not plans[0].finished
+    assert twins.step._update.plans[0] is not plans[0]
     for optimizer in twins.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())  # other tensors
     twins.accumulate(words([5, 5]), divide=2)
@@ -283,7 +283,7 @@ def test_gradients_are_there_once_and_the_plan_serves_everything_else() -> None:
         step(x, update=False)
         step(x, update=False)
         step(x)
-    for executor in (step._last.executor, step._update.plan.executor):
+    for executor in (step._last.executor, step._update.plans[0].executor):
         assert (executor.counters.misses, executor.counters.passed, executor.counters.landed) == (0, 0, 0)
     report = step.report()
     gradients = sum(p.numel() * 4 for p in model.parameters())

@@ -117,7 +117,7 @@ def test_ctrl_c_after_the_first_addition_waits_for_the_end_of_the_call() -> None
     twins.eager_update()
     twins.models[1].zero_grad()
     twins.compare("after Ctrl-C in a call with the update")
-    update = twins.step._update.plan.executor
+    update = twins.step._update.plans[0].executor
     twins.add(words([5])[0])
     trap = Trap(update, len(update.program.ops) // 2, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
@@ -214,6 +214,23 @@ def test_a_wrong_plan_is_found_by_its_first_replay_and_the_call_is_taken_back() 
     trap.remove()
     assert_same(everything(twins), before, "taken back")
     twins.last(words([5])[0])
+
+
+def test_a_wrong_update_is_found_where_every_step_is_compared() -> None:
+    twins = Twins(options={"verify_every": 1, "clip_norm": 0.5})
+    for n in range(3):
+        twins.accumulate(words([5, 5], first=10 * n))
+    for batch in words([5, 5]):
+        twins.add(batch)
+    executor = twins.step._update.plans[0].executor
+    trap = Trap(executor, len(executor.program.ops) - 1, lambda: twins.models[0].mix.weight.data.mul_(1.0001))
+    with pytest.raises(VerifyError, match=r"the update of a plan .* mix\.weight has other bits.*hold eager's result"):
+        twins.step.update()
+    trap.remove()
+    twins.eager_update()
+    twins.models[1].zero_grad()
+    twins.compare("eager's result is what stays")
+    twins.accumulate(words([5, 5]))
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from takeback.compiler.run.asked import Ask, Divisor
 from takeback.compiler.run.eager import Recipe
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.transaction import Transaction
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, VerifyError
 
 _LOST = (
     "takeback: the call failed after it had begun to write the gradients that wait for the update, so all of them were "
@@ -148,7 +148,7 @@ class Pending:
                     out = add(made)
                     norm = self._updated(ask.divide) if ask.update else None
             except BaseException as error:
-                if made.begun and before:
+                if before and made.begun and not isinstance(error, VerifyError):  # which says what has become of them
                     error.add_note(_LOST)
                 raise
             if self._group is not None:
@@ -166,7 +166,8 @@ class Pending:
                     call.on_abort(self._drop_)
                     return self._updated(ask.divide)
             except BaseException as error:
-                error.add_note(_LOST)
+                if not isinstance(error, VerifyError):
+                    error.add_note(_LOST)
                 raise
 
     def _updated(self, divide: Divisor | None) -> torch.Tensor | None:

@@ -41,10 +41,7 @@ from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler
 
-_ADDS = (
-    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
-    "is a plan of its own"
-)
+_ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
 
 class PlanMaker:
