@@ -46,7 +46,8 @@ def record_microbatch(
             prove_recording(recipe, batch, got, recorded.measure, scaling=recorded.scaling)
         step.commit()
         then(got)
-        grads = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        found = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        grads = {i: g.resolve_conj().resolve_neg() for i, g in found.items()}  # autograd may leave a flag
         micro.begin_()
         for i, before in micro.before.items():
             if i in grads:

@@ -144,7 +144,9 @@ class PlanMaker:
         self, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor], micro: Microbatch | None
     ) -> Finished:
         if micro is not None:
-            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+            return finish_microbatch(
+                got.program, _names(subject), strides=micro.strides, copied=micro.copied, given=len(leaves)
+            )
         options = self.options
         return finish_program(
             got.program,
