@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._update = PendingUpdate(self._maker)
+        self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
@@ -290,7 +290,7 @@ class CompiledStep:
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
-            notes=plan.notes,
+            notes=(*plan.notes, *self._update_notes(plan)),
             state_bytes=self._state_bytes(plan),
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,
@@ -310,6 +310,10 @@ class CompiledStep:
         """Something that may be long; of a group's ranks one says so on its terminal."""
         work = self._maker.work = Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
         return work
+
+    def _update_notes(self, plan: Plan) -> Iterator[str]:
+        if plan.finished.adds is not None and self._update.describe():
+            yield self._update.describe()
 
     # -- a new plan --------------------------------------------------------------------------------------------
 

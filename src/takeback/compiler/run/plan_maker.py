@@ -49,10 +49,7 @@ from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cac
 from takeback.progress import Doing, Work
 
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
-_ADDS = (
-    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
-    "is a plan of its own"
-)
+_ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
 
 _EARLIER = (
@@ -229,7 +226,9 @@ class PlanMaker:
         pattern: Plan | None,
     ) -> Finished:
         if micro is not None:
-            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+            return finish_microbatch(
+                got.program, _names(subject), strides=micro.strides, copied=micro.copied, given=len(leaves)
+            )
         options = self.options
         return finish_program(
             got.program,
