@@ -100,8 +100,8 @@ def compile_step(
                   forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
                   repeated in eager on the same state, and a difference raises VerifyError. 0: neither
     max_plans     how many plans (shapes, train/eval, ...) are kept. None: as many as memory allows; from the third on
-                  a plan for new shapes is made when steps have taken as long as the plans before it. Batches without
-                  one run plainly in eager; see docs/lengths.md and step.counts
+                  plans for new shapes are made as steps earn them, and batches without one run plainly in eager; see
+                  docs/lengths.md and step.counts
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
@@ -239,7 +239,7 @@ class CompiledStep:
                 self._unplanned.planned_(new=False)
                 return out
         outline = (outline_of(batch), *key[1:])
-        reason = self._waits(key, outline) if missed is None and changed is None else None
+        reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
         reason = reason or self._unplanned.waits_(key)
@@ -257,13 +257,14 @@ class CompiledStep:
         self.grad_norm = results.grad_norm
         return results.returned
 
-    def _waits(self, key: tuple[Hashable, ...], outline: Hashable) -> str | None:
+    def _waits(self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor]) -> str | None:
         """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
         options = self.options
         if options.group is not None or options.poison or options.verify_every:
             return None  # ranks decide alike; and who debugs wants to see plans
         siblings = self._plans.of_outline(outline)
-        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room())
+        largest = sum(leaf.numel() for leaf in leaves) > max((p.batch_elements for p in siblings), default=0)
+        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room(), largest=largest)
         if reason is NO_ROOM:
             self._earnings.warn_(subjects.difference(siblings[0].key, key), len(self._plans))
         return reason

@@ -147,6 +147,7 @@ class PlanMaker:
         plan = Plan(
             key=key,
             outline=outline,
+            batch_elements=sum(leaf.numel() for leaf in leaves),
             recorded=got.program,
             kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
             family=family,

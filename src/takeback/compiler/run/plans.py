@@ -48,6 +48,7 @@ class Plan:
 
     key: Hashable
     outline: Hashable  #: the key less shapes
+    batch_elements: int
     recorded: Program  #: before the update was written into it
     watch: Watch
     finished: Finished
