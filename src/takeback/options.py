@@ -163,6 +163,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "takeback"
 
 
+def keeps_plans() -> bool:
+    """Whether what was decided for a step is kept between processes: unless $TAKEBACK_PLANS is 0."""
+    return os.environ.get("TAKEBACK_PLANS") != "0"
+
+
 def compiler() -> str:
     """The C++ compiler for the allocator and the kernels: $CXX, else g++."""
     return os.environ.get("CXX") or "g++"

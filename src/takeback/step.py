@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.execution import Execution
@@ -160,7 +161,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._update = PendingUpdate(self._maker)
+        self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
@@ -289,7 +290,7 @@ class CompiledStep:
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
-            notes=plan.notes,
+            notes=(*plan.notes, *self._update_notes(plan)),
             state_bytes=self._state_bytes(plan),
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,
@@ -309,6 +310,10 @@ class CompiledStep:
         """Something that may be long; of a group's ranks one says so on its terminal."""
         work = self._maker.work = Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
         return work
+
+    def _update_notes(self, plan: Plan) -> Iterator[str]:
+        if plan.finished.adds is not None and self._update.describe():
+            yield self._update.describe()
 
     # -- a new plan --------------------------------------------------------------------------------------------
 
@@ -334,15 +339,16 @@ class CompiledStep:
         self._derived = subject.derived
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
-        kin = self._plans.kin(outline, leaves) if older is None else None
-        if kin is None:
+        kin = self._plans.kin(outline, leaves) if older is None else ()
+        if not kin:
             self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
+            with collector_paused():
+                plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
             plan.made_for = made_for
             self._plans.add_(plan)
 
@@ -450,6 +456,8 @@ class CompiledStep:
         else:
             plan.executor = self._maker.executor(layout, plan.family.codes)
             plan.proved = False  # other places: compared with eager once more
+        if plan.rehearsals == 2:
+            self._maker.remember_(plan)
 
 
 def _schedule(verify_every: int | None) -> Schedule:

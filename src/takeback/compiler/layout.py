@@ -63,6 +63,7 @@ class ArenaPlan:
     lower_bound_bytes: int
     order: str
     placing: PlacingOrder | None = None  #: for a layout of a sibling
+    solution: Solution | None = None  #: for a layout of the same program in another process
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,12 @@ def asks_for_results(kind: Kind) -> bool:
     return kind is Kind.ALLOCATE
 
 
-def lay_out(draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None) -> Layout:
+def lay_out(
+    draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None, known: Solution | None = None
+) -> Layout:
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
     program with a little other scratch: its offsets are kept where that makes the arena smaller. `like` is how a
-    sibling of the program was placed."""
+    sibling of the program was placed. `known` are offsets that were found for this very program: used if they fit."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -105,7 +108,7 @@ def lay_out(draft: Draft, near: Layout | None = None, like: PlacingOrder | None 
     layout = Layout(draft, kinds, alive, owners, alive_bytes, None)
     if draft.home is not Home.ARENA:
         return layout
-    draft, problem, solution = _solve(draft, items, windows, like)
+    draft, problem, solution = _known(draft, items, windows, known) or _solve(draft, items, windows, like)
     if near is not None and near.arena is not None:
         solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
     validate(problem, solution)
@@ -114,7 +117,7 @@ def lay_out(draft: Draft, near: Layout | None = None, like: PlacingOrder | None 
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
     placing = solution.placing or like
-    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing)
+    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing, solution)
     layout = replace(layout, draft=draft, arena=arena)
     borrow.check(effects(layout))
     return layout
@@ -183,6 +186,26 @@ def _requests(
             elif asks_for_results(kind):
                 mine.append(Request(taken.size_bytes, offsets.get(taken.result, PASS), taken.result))
         yield tuple(mine)
+
+
+def _known(
+    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], known: Solution | None
+) -> tuple[Draft, Problem, Solution] | None:
+    """Offsets from elsewhere, with what they are offsets of: the packed slices in one piece, or else each by itself.
+    None where they are no solution."""
+    if known is None:
+        return None
+    for loose in (False, True):
+        problem = Problem(items, packs=() if loose else _packs(draft, owners))
+        with contextlib.suppress(PlanError):
+            validate(problem, known)
+            return _unpacked(draft, owners, _LOOSE) if loose else draft, problem, known
+        if draft.program.flags is not None:
+            return None  # a group reduces them in one piece
+    return None
+
+
+_LOOSE = "packed, the arena would be larger"
 
 
 def _solve(

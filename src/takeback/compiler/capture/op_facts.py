@@ -5,7 +5,6 @@ From torch's schema and tags, and a short table of the writes that schemas keep 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.program import OpOverload
-from takeback.compiler.schema import schema_of
+from takeback.compiler.schema import once_for_each, schema_of
 
 aten = torch.ops.aten
 
@@ -40,8 +39,8 @@ class OpFacts:
     writes_nothing: bool
 
 
-@functools.cache
-def _facts_of(target: OpOverload) -> OpFacts:
+@once_for_each
+def facts_of(target: OpOverload) -> OpFacts:
     written = [(i, p) for i, p in enumerate(schema_of(target).parameters) if p.is_written]
     return OpFacts(
         tuple(i for i, p in written if not p.is_keyword),
@@ -53,17 +52,6 @@ def _facts_of(target: OpOverload) -> OpFacts:
         target.namespace == "profiler" or torch.Tag.inplace_view in target.tags,
         not written and target not in _HIDDEN_WRITES,
     )
-
-
-_known: dict[int, tuple[OpOverload, OpFacts]] = {}  #: by id: an overload's own hash is computed in Python
-
-
-def facts_of(target: OpOverload) -> OpFacts:
-    """What is known of an op; the op is kept, so that its id stays its own."""
-    known = _known.get(id(target))
-    if known is None:
-        known = _known[id(target)] = (target, _facts_of(target))
-    return known[1]
 
 
 def written_tensors(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

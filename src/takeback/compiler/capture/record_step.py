@@ -237,7 +237,7 @@ def _attempt(
 
 
 class _Attributes:
-    """The attributes of a model's modules. Asked for before many ops: the modules are walked only if they are others."""
+    """The attributes of a model's modules. Asked for before many ops: modules are walked only if they are others."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model

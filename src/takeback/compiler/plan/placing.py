@@ -1,4 +1,4 @@
-"""The inner loop of plan/greedy.py in C++: an order of items in, their offsets out, the same as the loop in Python gives.
+"""The inner loop of plan/greedy.py in C++: an order of items in, their offsets out, as the loop in Python gives them.
 
 Who has a compiler builds `SOURCE` with `FLAGS` and opens it (layout.py does); without one greedy.py runs its own loop:
 the same plans, later.

@@ -48,7 +48,8 @@ def record_microbatch(
             recorded.work.begin(None)
         step.commit()
         then(got, sibling)
-        grads = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        found = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        grads = {i: g.resolve_conj().resolve_neg() for i, g in found.items()}  # autograd may leave a flag
         micro.begin_()
         for i, before in micro.before.items():
             if i in grads:

@@ -25,11 +25,12 @@ from takeback.compiler.capture.watch import Watch
 from takeback.compiler.layout import Layout, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
+from takeback.compiler.passes.recompute import cut_short
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.passes.siblings import knowing
 from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
-from takeback.compiler.run import allocator
+from takeback.compiler.run import allocator, plan_file
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
@@ -44,13 +45,16 @@ from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.spent import Spent, watcher_for
 from takeback.compiler.run.transaction import Transaction
-from takeback.options import Options, cache_dir, compiler
+from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
 from takeback.progress import Doing, Work
 
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
-_ADDS = (
-    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
-    "is a plan of its own"
+_ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
+
+
+_EARLIER = (
+    "choices from the cache: what is rebuilt and where everything lies was decided by an earlier process for the same "
+    "step, and checked again"
 )
 
 
@@ -92,9 +96,9 @@ class PlanMaker:
         )
 
     def recorded(
-        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Plan | None
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Sequence[Plan]
     ) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
+        """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
         return RecordedStep(
             subject,
             self.recipe if subject.updates else self.microbatch_recipe,
@@ -158,7 +162,11 @@ class PlanMaker:
             numbers=numbers,
             aside=got.aside,
             held=got.held,
-            notes=got.notes if micro is None else (*got.notes, _ADDS),
+            notes=(
+                *got.notes,
+                *((_ADDS,) if micro is not None else ()),
+                *((_EARLIER,) if planned.from_earlier else ()),
+            ),
         )
         self.work.begin(None)
         plan.spent = Spent.of(self.work.seconds)
@@ -192,8 +200,22 @@ class PlanMaker:
         )
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
+        kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
+        key = plan_file.key_of(finished, options, seconds, self.home) if kept_file and keeps_plans() else None
+        earlier = plan_file.read(open_cache(), key) if key is not None else None
         watch = watcher_for(self.work)
-        return plan_within(finished.program, finished.kept, options, settings, watch=watch, sibling=sibling)
+        planned = plan_within(
+            finished.program, finished.kept, options, settings, watch=watch, sibling=sibling, earlier=earlier
+        )
+        return replace(planned, file_key=key)
+
+    def remember_(self, plan: Plan) -> None:
+        """For another process, once replays have shown what ops ask for. What the clock had a part in is not kept."""
+        planned, layout = plan.planned, plan.executor.layout
+        if planned.file_key is None or (planned.from_earlier and layout is planned.layout):
+            return
+        if not cut_short(layout.draft.notes):
+            plan_file.keep_(open_cache(), planned.file_key, planned.unrehearsed, layout)
 
     def _finished(
         self,
@@ -204,7 +226,9 @@ class PlanMaker:
         pattern: Plan | None,
     ) -> Finished:
         if micro is not None:
-            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+            return finish_microbatch(
+                got.program, _names(subject), strides=micro.strides, copied=micro.copied, given=len(leaves)
+            )
         options = self.options
         return finish_program(
             got.program,

@@ -173,12 +173,14 @@ class PlanCache(Sequence[Plan]):
                 return plan, numbers
         return None, ()
 
-    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> Plan | None:
-        """The plan used last of those for other shapes, if nothing else has changed since it was made."""
-        for plan in self._plans:
-            if plan.outline == outline and plan.kin is not None and plan.change(leaves) is None:
-                return plan
-        return None
+    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan, ...]:
+        """Of those for other shapes one of each family, the one used last, if nothing else has changed since it was
+        made."""
+        found: dict[int, Plan] = {}
+        for plan in self.of_outline(outline):
+            if id(plan.family) not in found and plan.kin is not None and plan.change(leaves) is None:
+                found[id(plan.family)] = plan
+        return tuple(found.values())
 
     def add_(self, plan: Plan) -> None:
         plans = (plan, *self._plans)

@@ -41,7 +41,7 @@ class RecordedStep:
     revocable: bool
 
     numbers: Sequence[NumberPlace] = ()  #: to be traced
-    kin: Plan | None = None  #: of the same step for other shapes
+    kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
     def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
@@ -87,7 +87,7 @@ class RecordedStep:
 
     def capture(self, batch: Batch, on_abort: Callable[[Callable[[], None]], None]) -> Capture:
         """The recording itself."""
-        kin = self.kin.kin if self.kin is not None else None
+        kin = self.kin[0].kin if self.kin else None
         self.work.begin(Doing.RECORDING)
         got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
         on_abort(got.rewind_)
@@ -96,7 +96,7 @@ class RecordedStep:
 
     def sibling_of(self, got: Capture) -> Plan | None:
         """The plan for other shapes that calls the same ops."""
-        return self.kin if self.kin is not None and are_siblings(self.kin.recorded, got.program) else None
+        return next((plan for plan in self.kin if are_siblings(plan.recorded, got.program)), None)
 
     def is_new(self, got: Capture, sibling: Plan | None) -> bool:
         """Whether it is still to be shown that these ops give the same bits each time, and while they are recorded. On
