@@ -354,7 +354,8 @@ class CompiledStep:
             self._plans.add_(plan)
 
         made_for = batch_in_words(batch)
-        with self._work(f"new plan for {made_for}"):
+        work = self._work(f"new plan for {made_for}")
+        with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             if micro is None:
                 results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
@@ -398,7 +399,8 @@ class CompiledStep:
         )
         if due:
             new = not plan.is_proved
-            with self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay") as work:
+            work = self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay")
+            with work.inside, work:
                 work.begin(Doing.PROVING)
                 out = replay.beside_a_step()
             plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
