@@ -22,6 +22,8 @@ import torch
 
 # Before takeback is asked for it; processes that tests start inherit it. `make clean` removes it.
 os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "takeback"))
+# A test must not depend on those that ran before it; tests/run/test_plan_file.py asks for plans that are kept.
+os.environ.setdefault("TAKEBACK_PLANS", "0")
 
 from takeback.compiler.passes import recompute
 from takeback.compiler.passes.cost import Rates

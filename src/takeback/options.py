@@ -30,7 +30,7 @@ class Options:
     group: object | None = None
     keep_grads: bool = False
     verify_every: int | None = None
-    max_plans: int = 8
+    max_plans: int | None = None
     poison: bool = False
     solve_s: float = 120.0
     unplanned: str = "raise"
@@ -74,7 +74,8 @@ class Options:
         _whole("accumulate", self.accumulate, least=1)
         if self.verify_every is not None:
             _whole("verify_every", self.verify_every, least=0)
-        _whole("max_plans", self.max_plans, least=1)
+        if self.max_plans is not None:
+            _whole("max_plans", self.max_plans, least=1)
         norm = self.clip_norm
         if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
             raise OptionError(f"clip_norm must be a positive number or None, got {norm!r}")
@@ -160,6 +161,11 @@ def cache_dir() -> Path:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "takeback"
+
+
+def keeps_plans() -> bool:
+    """Whether what was decided for a step is kept between processes: unless $TAKEBACK_PLANS is 0."""
+    return os.environ.get("TAKEBACK_PLANS") != "0"
 
 
 def compiler() -> str:

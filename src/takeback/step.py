@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import take_apart
+from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
+from takeback.compiler.run.earnings import NO_ROOM, Earnings
+from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
     MicrobatchBesideEager,
@@ -49,6 +54,7 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError, StalePlanError
 from takeback.options import Options
+from takeback.progress import Doing, Work
 
 
 def compile_step(
@@ -65,7 +71,7 @@ def compile_step(
     group: object | None = None,
     keep_grads: bool = False,
     verify_every: int | None = None,
-    max_plans: int = 8,
+    max_plans: int | None = None,
     poison: bool = False,
     solve_s: float = 120.0,
     unplanned: str = "raise",
@@ -93,7 +99,9 @@ def compile_step(
     verify_every  None: from time to time, ever more rarely, the loss of a replay is compared with that of eager's
                   forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
                   repeated in eager on the same state, and a difference raises VerifyError. 0: neither
-    max_plans     how many plans (shapes, train/eval, ...) are kept; the least recently used goes first
+    max_plans     how many plans (shapes, train/eval, ...) are kept. None: as many as memory allows; from the third on
+                  a plan for new shapes is made when steps have taken as long as the plans before it. Batches without
+                  one run plainly in eager; see docs/lengths.md and step.counts
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
@@ -133,6 +141,7 @@ class CompiledStep:
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
         self._plans = PlanCache(options.max_plans)
+        self._earnings = Earnings(explicit=options.max_plans is not None)
         self._turn = Turn()
         self._replays = 0
         self._news = subjects.NewPlans()
@@ -169,9 +178,12 @@ class CompiledStep:
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
         ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        plans, start = self._plans.last, time.perf_counter()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
+            new = self._plans.last is not plans and self._plans.last is not None and not self._plans.last.replays
+            self._earnings.spent_(time.perf_counter() - start, on_plan=new)
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
@@ -226,12 +238,14 @@ class CompiledStep:
             else:
                 self._unplanned.planned_(new=False)
                 return out
-        if self.options.unplanned == "raise":
-            return self._record(key, batch, leaves, missed, changed, micro)
-        reason = self._unplanned.waits_(key)
+        outline = (outline_of(batch), *key[1:])
+        reason = self._waits(key, outline) if missed is None and changed is None else None
+        if reason is None and self.options.unplanned == "raise":
+            return self._record(key, outline, batch, leaves, missed, changed, micro)
+        reason = reason or self._unplanned.waits_(key)
         if reason is None:
             try:
-                return self._record(key, batch, leaves, missed, changed, micro)
+                return self._record(key, outline, batch, leaves, missed, changed, micro)
             except CaptureError as error:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
@@ -242,6 +256,17 @@ class CompiledStep:
         self._unplanned.ran_plainly_(reason)
         self.grad_norm = results.grad_norm
         return results.returned
+
+    def _waits(self, key: tuple[Hashable, ...], outline: Hashable) -> str | None:
+        """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
+        options = self.options
+        if options.group is not None or options.poison or options.verify_every:
+            return None  # ranks decide alike; and who debugs wants to see plans
+        siblings = self._plans.of_outline(outline)
+        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room())
+        if reason is NO_ROOM:
+            self._earnings.warn_(subjects.difference(siblings[0].key, key), len(self._plans))
+        return reason
 
     @property
     def counts(self) -> StepCounts:
@@ -254,15 +279,11 @@ class CompiledStep:
         if plan is None:
             why = self.counts.describe() or "run the step once"
             raise CaptureError(f"there is no plan to report on yet: {why}.")
-        group = self._group.describe() if self._group is not None else ""
+        plans = (plan, *(p for p in self._plans if p is not plan))
         return build_report(
             plan.executor.layout,
             plan.original,
-            plan.executor.describe(
-                keep_grads=self.options.keep_grads and plan.finished.adds is None,
-                group=group,
-                measured=plan.rehearsals > 0,
-            ),
+            self._execution(plan),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             unsampled=plan.unsampled,
@@ -270,8 +291,25 @@ class CompiledStep:
             step_s=plan.step_s,
             added_s=plan.added_s,
             notes=(*plan.notes, *self._update_notes(plan)),
-            state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
+            state_bytes=self._state_bytes(plan),
+            plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
+            loading_s=self._maker.loading_s,
         )
+
+    def _execution(self, plan: Plan) -> Execution:
+        return plan.executor.describe(
+            keep_grads=self.options.keep_grads and plan.finished.adds is None,
+            group=self._group.describe() if self._group is not None else "",
+            measured=plan.rehearsals > 0,
+        )
+
+    def _state_bytes(self, plan: Plan) -> int:
+        return self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0
+
+    def _work(self, what: str) -> Work:
+        """Something that may be long; of a group's ranks one says so on its terminal."""
+        work = self._maker.work = Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
+        return work
 
     def _update_notes(self, plan: Plan) -> Iterator[str]:
         if plan.finished.adds is not None and self._update.describe():
@@ -281,7 +319,8 @@ class CompiledStep:
 
     def _record(
         self,
-        key: Hashable,
+        key: tuple[Hashable, ...],
+        outline: Hashable,
         batch: Batch,
         leaves: Sequence[torch.Tensor],
         missed: Op | None,
@@ -298,21 +337,28 @@ class CompiledStep:
             micro.check()
         subject = self._maker.subject(leaves, updates=micro is None)
         self._derived = subject.derived
-        self._news.note(key, changed)
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
+        kin = self._plans.kin(outline, leaves) if older is None else ()
+        if not kin:
+            self._news.note(key, changed)
 
-        def add_(got: Capture) -> None:
+        def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, subject, anew or got, leaves, micro))
+            with collector_paused():
+                plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
+            plan.made_for = made_for
+            self._plans.add_(plan)
 
-        recorded = self._maker.recorded(subject, self._proof.measure, numbers)
-        if micro is None:
-            results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
-        else:
-            results = record_microbatch(recorded, batch, micro, then=add_)
+        made_for = batch_in_words(batch)
+        with self._work(f"new plan for {made_for}"):
+            recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
+            if micro is None:
+                results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+            else:
+                results = record_microbatch(recorded, batch, micro, then=add_)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
@@ -323,10 +369,11 @@ class CompiledStep:
         """A replay, compared with eager where that is due."""
         self._replays += 1
         plan.replays += 1
+        plan.family.replays += 1
         proof = self._proof
         run = functools.partial(self._replay, plan, leaves, micro=micro)
-        due = proof.is_due(proved=plan.proved, replays=self._replays)
-        if not due and (plan.unsampled is not None or not proof.samples(plan.replays)):
+        due = proof.is_due(proved=plan.is_proved, replays=self._replays)
+        if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
             return run()
         beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
         beside = beside_eager(
@@ -349,7 +396,12 @@ class CompiledStep:
             record=functools.partial(self._maker.program_now, batch, leaves, micro),
         )
         if due:
-            return replay.beside_a_step()
+            new = not plan.is_proved
+            with self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay") as work:
+                work.begin(Doing.PROVING)
+                out = replay.beside_a_step()
+            plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
+            return out
         try:
             return replay.beside_a_forward()
         except StalePlanError:
@@ -400,8 +452,10 @@ class CompiledStep:
         if layout is None:
             plan.rehearsals = 2
         else:
-            plan.executor = self._maker.executor(layout)
+            plan.executor = self._maker.executor(layout, plan.family.codes)
             plan.proved = False  # other places: compared with eager once more
+        if plan.rehearsals == 2:
+            self._maker.remember_(plan)
 
 
 def _schedule(verify_every: int | None) -> Schedule:

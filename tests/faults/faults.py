@@ -155,8 +155,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: the same tensor twice in a batch is taken for two",
         "compiler/capture/batch.py",
-        "return (tensor_key(node), again, _walk",
-        "return (tensor_key(node), None, _walk",
+        "return (of_tensor(node), again, attributes",
+        "return (of_tensor(node), None, attributes",
         ("tests/step/test_guards.py::test_one_tensor_given_twice_and_then_two_tensors_is_right",),
     ),
     PlantedFault(

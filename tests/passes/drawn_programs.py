@@ -16,7 +16,7 @@ from torch import nn
 import takeback as tb
 from takeback.compiler.passes import Draft, run_passes
 from takeback.compiler.passes.candidates import candidates, choice_of
-from takeback.compiler.passes.choice import Choice
+from takeback.compiler.passes.draft import Choice
 from takeback.compiler.passes.recompute import recompute
 from takeback.compiler.plan.rebuild_rows import RebuildRows
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role

@@ -11,7 +11,8 @@ from torch import nn
 
 from takeback.compiler.layout import lay_out
 from takeback.compiler.passes import Draft
-from takeback.compiler.passes.choice import Choice, Rebuild, apply, fixed_buffers
+from takeback.compiler.passes.choice import apply, fixed_buffers
+from takeback.compiler.passes.draft import Choice, Rebuild
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.program import Phase
 

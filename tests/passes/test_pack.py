@@ -131,7 +131,7 @@ def test_slices_that_would_cost_arena_are_placed_one_by_one_and_the_report_says_
     program = original(mlp(), entropy, *BATCH)
     solve = layout_module.solve
 
-    def wasteful(problem: Problem) -> Solution:
+    def wasteful(problem: Problem, *known: object) -> Solution:
         found = solve(problem)
         return replace(found, arena_bytes=found.arena_bytes + 640) if problem.packs else found
 
@@ -146,7 +146,7 @@ def test_a_slice_that_is_put_elsewhere_is_caught(monkeypatch: pytest.MonkeyPatch
     draft = run_passes(original(mlp(), entropy, *BATCH))
     solve = layout_module.solve
 
-    def tearing(problem: Problem) -> Solution:
+    def tearing(problem: Problem, *known: object) -> Solution:
         found = solve(problem)
         [pack] = problem.packs
         torn = pack.members[-1][0]

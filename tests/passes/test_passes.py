@@ -169,7 +169,7 @@ def test_sabotaged_offset_is_caught_before_anything_runs(monkeypatch: pytest.Mon
     draft = _draft()
     honest = layout_module.solve
 
-    def all_at_zero(problem: Any) -> Any:
+    def all_at_zero(problem: Any, *known: object) -> Any:
         solution = honest(problem)
         return replace(solution, offsets=dict.fromkeys(solution.offsets, 0))
 

@@ -114,7 +114,7 @@ def test_slices_of_a_group_are_packed_even_where_that_costs_arena(
 ) -> None:
     solve = layout_module.solve
 
-    def wasteful(problem: Problem) -> Solution:
+    def wasteful(problem: Problem, *known: object) -> Solution:
         found = solve(problem)
         return replace(found, arena_bytes=found.arena_bytes + 640) if problem.packs else found
 
@@ -143,7 +143,7 @@ def test_value_that_is_put_onto_a_slice_in_the_group_s_hands_is_caught(
     )
     solve = layout_module.solve
 
-    def careless(problem: Problem) -> Solution:
+    def careless(problem: Problem, *known: object) -> Solution:
         found = solve(problem)
         at = found.offsets[layout.owners[target]]  # type: ignore[index]
         return replace(found, offsets={**found.offsets, victim: at})  # type: ignore[dict-item]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -9,7 +11,7 @@ from unittest import mock
 
 import pytest
 from brute_force import broken_rule
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from random_problems import packed_problems, problems
 from step_traces import (
     convnet_step,
@@ -20,7 +22,7 @@ from step_traces import (
     transformer_step,
 )
 
-from takeback.compiler.plan import Item, ItemId, Pack, Problem, greedy, lower_bound_bytes, solve, validate
+from takeback.compiler.plan import Item, ItemId, Pack, Problem, greedy, lower_bound_bytes, placing, solve, validate
 
 STEPS = dict(realistic_steps(range(8)))
 # Eight recomputed segments of six ops, each as high as the peak: greedy ends at 1.028, and two minutes of
@@ -178,3 +180,24 @@ def test_the_work_of_the_search_is_bounded_for_random_lifetimes(monkeypatch: pyt
     validate(problem, solve(problem))
     assert len(attempts) > 3
     assert sum(attempt.placements for attempt in attempts) < 2_000 + len(items)
+
+
+@pytest.fixture(scope="module")
+def in_cpp(tmp_path_factory: pytest.TempPathFactory) -> placing.PlaceFunction:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    library = tmp_path_factory.mktemp("placing") / "placing.so"
+    subprocess.run(["g++", str(placing.SOURCE), "-o", str(library), *placing.FLAGS], check=True)
+    return placing.opened(library)
+
+
+@given(problem=problems | packed_problems)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_loop_in_cpp_gives_what_the_loop_in_python_gives(in_cpp: placing.PlaceFunction, problem: Problem) -> None:
+    with mock.patch.object(greedy, "FEWEST_IN_NATIVE", 1):
+        assert solve(problem, lambda: in_cpp) == solve(problem)
+
+
+@pytest.mark.parametrize("name", sorted(STEPS)[::5])
+def test_the_loop_in_cpp_places_whole_steps_alike(in_cpp: placing.PlaceFunction, name: str) -> None:
+    assert solve(STEPS[name], lambda: in_cpp) == solve(STEPS[name])

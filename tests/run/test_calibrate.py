@@ -120,7 +120,7 @@ def test_rates_from_the_table_are_said_to_be(tmp_path: Path) -> None:
 
 
 def test_measuring_gives_positive_rates_and_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_TURNS", 2)
+    monkeypatch.setattr(calibrate, "_TURNS", (2,))
     monkeypatch.setattr(calibrate, "_BYTES", 1 << 16)
     monkeypatch.setattr(calibrate, "_SIDE", 64)
     monkeypatch.setattr(calibrate, "_OPS", 10)
@@ -138,7 +138,7 @@ def test_measuring_gives_positive_rates_and_leaves_the_random_state_alone(monkey
 
 def test_measuring_inside_autocast_measures_what_its_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's first call may be inside `torch.autocast`, and the file outlives it."""
-    monkeypatch.setattr(calibrate, "_TURNS", 2)
+    monkeypatch.setattr(calibrate, "_TURNS", (2,))
     monkeypatch.setattr(calibrate, "_BYTES", 1 << 12)
     monkeypatch.setattr(calibrate, "_SIDE", 16)
     monkeypatch.setattr(calibrate, "_OPS", 1)
@@ -224,7 +224,7 @@ def test_busy_second_half_is_seen_by_the_real_experiments(monkeypatch: pytest.Mo
     monkeypatch.setattr(calibrate, "_BYTES", 1 << 12)
     monkeypatch.setattr(calibrate, "_SIDE", 16)
     monkeypatch.setattr(calibrate, "_OPS", 1)
-    monkeypatch.setattr(calibrate, "_TURNS", 4)
+    monkeypatch.setattr(calibrate, "_TURNS", (4,))
     seen = 0
 
     def clock() -> float:

@@ -30,7 +30,7 @@ from takeback.compiler.program import (
     regions,
     show_op,
 )
-from takeback.compiler.schema import schema_of
+from takeback.compiler.schema import once_for_each, schema_of
 
 
 class FormError(AssertionError):
@@ -127,7 +127,7 @@ def _spanned(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
 
 
-@functools.cache
+@once_for_each
 def _writes(target: OpOverload | Special) -> tuple[tuple[int, str, bool], ...]:
     """Position, name and whether it is an `out=` argument, of what the schema writes."""
     if isinstance(target, Special):

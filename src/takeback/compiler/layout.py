@@ -12,9 +12,12 @@ Time is counted in ticks finer than ops, because an op's scratch comes and goes 
 from __future__ import annotations
 
 import contextlib
+import functools
+import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from takeback import native
 from takeback.compiler.ownership import borrow
 from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
@@ -24,15 +27,19 @@ from takeback.compiler.plan import (
     Item,
     ItemId,
     Pack,
+    PlacingOrder,
     Problem,
     Solution,
+    enough_bytes,
     lower_bound_bytes,
+    placing,
     solve,
     solve_around,
     validate,
 )
 from takeback.compiler.program import BufferId, Op, Program, Region, show_op
 from takeback.errors import BorrowError, PlanError
+from takeback.options import compiler, open_cache
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
 
@@ -55,6 +62,8 @@ class ArenaPlan:
     size_bytes: int
     lower_bound_bytes: int
     order: str
+    placing: PlacingOrder | None = None  #: for a layout of a sibling
+    solution: Solution | None = None  #: for a layout of the same program in another process
 
 
 @dataclass(frozen=True)
@@ -83,9 +92,12 @@ def asks_for_results(kind: Kind) -> bool:
     return kind is Kind.ALLOCATE
 
 
-def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
+def lay_out(
+    draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None, known: Solution | None = None
+) -> Layout:
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
-    program with a little other scratch: its offsets are kept where that makes the arena smaller."""
+    program with a little other scratch: its offsets are kept where that makes the arena smaller. `like` is how a
+    sibling of the program was placed. `known` are offsets that were found for this very program: used if they fit."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -96,7 +108,7 @@ def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
     layout = Layout(draft, kinds, alive, owners, alive_bytes, None)
     if draft.home is not Home.ARENA:
         return layout
-    draft, problem, solution = _solve(draft, items, windows)
+    draft, problem, solution = _known(draft, items, windows, known) or _solve(draft, items, windows, like)
     if near is not None and near.arena is not None:
         solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
     validate(problem, solution)
@@ -104,7 +116,8 @@ def lay_out(draft: Draft, near: Layout | None = None) -> Layout:
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
-    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order)
+    placing = solution.placing or like
+    arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing, solution)
     layout = replace(layout, draft=draft, arena=arena)
     borrow.check(effects(layout))
     return layout
@@ -175,27 +188,68 @@ def _requests(
         yield tuple(mine)
 
 
-def _solve(draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId]) -> tuple[Draft, Problem, Solution]:
+def _known(
+    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], known: Solution | None
+) -> tuple[Draft, Problem, Solution] | None:
+    """Offsets from elsewhere, with what they are offsets of: the packed slices in one piece, or else each by itself.
+    None where they are no solution."""
+    if known is None:
+        return None
+    for loose in (False, True):
+        problem = Problem(items, packs=() if loose else _packs(draft, owners))
+        with contextlib.suppress(PlanError):
+            validate(problem, known)
+            return _unpacked(draft, owners, _LOOSE) if loose else draft, problem, known
+        if draft.program.flags is not None:
+            return None  # a group reduces them in one piece
+    return None
+
+
+_LOOSE = "packed, the arena would be larger"
+
+
+def _solve(
+    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], like: PlacingOrder | None
+) -> tuple[Draft, Problem, Solution]:
     """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
     if that makes the arena smaller; then the draft says so."""
     problem = Problem(items, packs=_packs(draft, owners))
-    solution = solve(problem)
     needed = draft.program.flags is not None  # a group reduces them in one piece
-    if not problem.packs or needed or solution.arena_bytes <= lower_bound_bytes(problem):
-        return draft, problem, solution
     loose = Problem(items)
-    other = solve(loose)
+    if like is not None and problem.packs and not needed and not like.packed:
+        why = "packed, the arena of a plan for other shapes would be larger"
+        return _unpacked(draft, owners, why), loose, solve(loose, _placing, like)
+    solution = solve(problem, _placing, like)
+    bound = lower_bound_bytes(problem)
+    if not problem.packs or needed or solution.arena_bytes <= (bound if like is None else enough_bytes(like, bound)):
+        return draft, problem, solution
+    other = solve(loose, _placing)
     more = solution.arena_bytes - other.arena_bytes
     if more <= 0:
         return draft, problem, solution
+    return _unpacked(draft, owners, f"packed, the arena would be {more:,} bytes larger"), loose, other
+
+
+def _unpacked(draft: Draft, owners: Collection[BufferId], why: str) -> Draft:
+    """The draft with the packed slices placed one by one."""
     placements = dict(draft.placements)
     refusals: list[Refusal] = []
     for b in owners:
         if isinstance(placements.get(b), Packed):
             placements[b] = Fresh()
             size = draft.program.buffers[b].size_bytes
-            refusals.append(Refusal("pack", "gradient", b, size, f"packed, the arena would be {more:,} bytes larger"))
-    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals)), loose, other
+            refusals.append(Refusal("pack", "gradient", b, size, why))
+    return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
+
+
+@functools.cache
+def _placing() -> placing.PlaceFunction | None:
+    """The solver's inner loop in C++; None where it cannot be built, and whoever needs a compiler for more than speed
+    has warned (run/allocator.py)."""
+    try:
+        return native.load(placing.SOURCE, placing.FLAGS, placing.opened, cache=open_cache(), compiler=compiler())
+    except (OSError, RuntimeError, subprocess.SubprocessError):
+        return None
 
 
 def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:
@@ -230,6 +284,18 @@ def _ticks(ops: tuple[Op, ...]) -> list[int]:
         events = max((max(s.start, s.end or 0) + 1 for s in op.scratch), default=0)
         ticks.append(ticks[-1] + 2 + events)
     return ticks
+
+
+@dataclass(frozen=True, slots=True)
+class _Label:
+    """An op in words, which are made when they are asked for."""
+
+    op: Op
+    program: Program
+    before: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.before}{show_op(self.op, self.program.buffers)[:200]}"
 
 
 def effects(layout: Layout) -> Iterator[borrow.Effect]:
@@ -276,10 +342,10 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             for e in arena.requests[position]
             if e.result is None and e.offset_bytes != PASS
         )
-        label = show_op(op, program.buffers)[:200]
+        label = _Label(op, program)
         operands = tuple(reads.values())
         if scratch:
             # Scratch that is released before a result is asked for may lie where the result will: the operands must
             # survive it, the results come after it. What overlaps in time as well is the validator's to find.
-            yield borrow.Effect(position, f"scratch of {label}", operands, (), scratch=scratch)
+            yield borrow.Effect(position, _Label(op, program, "scratch of "), operands, (), scratch=scratch)
         yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

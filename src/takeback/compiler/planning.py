@@ -11,18 +11,20 @@ Planning decides, and runs nothing: it knows programs, passes and integers, not 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from takeback.compiler.layout import Layout, lay_out, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes.draft import Home
+from takeback.compiler.passes.draft import Choice, Draft, Home
 from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
-from takeback.compiler.passes.recompute import Below, Chooser, Goal, Keep, Lowest, Progress, Within
+from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
-from takeback.compiler.program import BufferId, Op, Program
+from takeback.compiler.plan import PlacingOrder, Solution
+from takeback.compiler.program import BufferId, Op, Program, Scratch
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
@@ -32,12 +34,60 @@ AUTO_SHARE = {"cpu": 0.055, "cuda": 0.02}
 
 
 @dataclass(frozen=True)
+class Earlier:
+    """What an earlier process decided for the very same program and settings (run/plan_file.py keeps it). Nothing of
+    it is taken on trust: the choice is tried again, the offsets pass the validator, and both the borrow check."""
+
+    choice: Choice
+    peak_bytes: int | None  #: None where nothing was searched for
+    notes: tuple[str, ...]
+    scratch: Mapping[int, tuple[Scratch, ...]]  #: what a replay had shown, by position in the planned program
+    solution: Solution | None  #: None where there is no arena
+
+    def goal(self, otherwise: Goal) -> Goal:
+        """With that choice, if it is one."""
+        if self.peak_bytes is None:
+            return otherwise
+        return Remembered(self.choice, self.peak_bytes, self.notes, otherwise)
+
+    def foreseen(self, draft: Draft) -> Draft:
+        """With the scratch that ops were seen to take."""
+        ops = list(draft.program.ops)
+        for position, scratch in self.scratch.items():
+            if not 0 <= position < len(ops):
+                return draft
+            results = {r.buffer for r in ops[position].outputs}
+            if any(s.result is not None and s.result not in results for s in scratch):
+                return draft
+            ops[position] = replace(ops[position], scratch=scratch)
+        return replace(draft, program=replace(draft.program, ops=tuple(ops)))
+
+
+@dataclass(frozen=True)
 class Planned:
     """A layout that keeps its budget, with what the rebuilding in it is predicted to cost."""
 
     layout: Layout
-    step_s: float  #: predicted, without rebuilding
-    added_s: float
+    program: Program
+    seconds: Callable[[Op], float]  #: that an op takes, as predicted
+    from_earlier: bool = False  #: what an earlier process decided was right here, all of it
+    drafted: Program | None = None  #: what was planned, before the scratch that an earlier process saw
+    file_key: str | None = None  #: under which run/plan_file.py keeps it
+
+    @property
+    def unrehearsed(self) -> Program:
+        """The planned program with the scratch that was recorded."""
+        return self.drafted or self.layout.program
+
+    @functools.cached_property
+    def step_s(self) -> float:
+        """Predicted, without rebuilding."""
+        return sum(map(self.seconds, self.program.ops))
+
+    @functools.cached_property
+    def added_s(self) -> float:
+        rebuilt = self.layout.draft.rebuilt
+        return sum(self.seconds(op) for op in self.layout.program.ops if any(r.buffer in rebuilt for r in op.outputs))
 
 
 def settings_for(
@@ -74,32 +124,94 @@ def plan_within(
     settings: PassSettings,
     *,
     watch: Watcher | None = None,
+    sibling: Layout | None = None,
+    earlier: Earlier | None = None,
 ) -> Planned:
-    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `watch` is told of every pass."""
+    """The layout for `options.memory`. Raises `MemoryTargetError` if there is none. `watch` is told of every pass.
+    `sibling` is the layout of the same step for other shapes, whose choices are taken over; `earlier` what was decided
+    for this very step."""
+    if earlier is not None:
+        planned = _as_earlier(program, kept, options, settings, earlier)
+        if planned is not None:
+            return planned
     if options.has_target:
-        return _below(program, kept, options, settings, watch)
-    draft = run_passes(program, kept, settings, watch=watch)
-    return _account(program, lay_out(draft), settings)
+        return _below(program, kept, options, settings, watch, sibling)
+    draft = run_passes(program, kept, _again(program, settings, sibling), watch=watch)
+    return _account(program, lay_out(draft, like=_placing(sibling)), settings)
 
 
-def _below(
-    program: Program, kept: frozenset[BufferId], options: Options, settings: PassSettings, watch: Watcher | None
-) -> Planned:
-    """The cheapest layout below the target. Placing may lift one above it; then the next lower peak is tried."""
+def _as_earlier(
+    program: Program, kept: frozenset[BufferId], options: Options, settings: PassSettings, earlier: Earlier
+) -> Planned | None:
+    """The layout that an earlier process came to; None where it cannot be, or is not within the target."""
+    searches = options.has_target or not isinstance(settings.goal, Keep)
+    if searches != (earlier.peak_bytes is not None):
+        return None
+    draft = run_passes(program, kept, replace(settings, goal=earlier.goal(Keep())))
+    if draft.planned_peak_bytes != earlier.peak_bytes:
+        return None  # it was no choice for this program
+    layout = lay_out(earlier.foreseen(draft), known=earlier.solution)
+    if layout.arena is not None and layout.arena.solution is not earlier.solution:
+        return None
+    if options.has_target:
+        wanted, outside, kept_grads = _target(program, options)
+        if outside + transient_bytes(layout, kept_grads) > wanted:
+            return None
+    return replace(_account(program, layout, settings), from_earlier=True, drafted=draft.program)
+
+
+def _target(program: Program, options: Options) -> tuple[int, int, int]:
+    """The bytes that a target stands for, how many are alive outside of the plan, and how many gradients are kept."""
     wanted = memory_target(options.memory)
     resident = resident_bytes(program)
-    outside = resident + undo_bytes(program)
     if isinstance(wanted, float):
         wanted = resident + int(wanted * eager_peak(program).transient_bytes)
     kept_grads = sum(r.numel * r.dtype.itemsize for r in program.grads.values()) if options.keep_grads else 0
+    return wanted, resident + undo_bytes(program), kept_grads
+
+
+def _again(program: Program, settings: PassSettings, sibling: Layout | None) -> PassSettings:
+    """Settings to take over what was chosen for a sibling. Where it cannot be, a smaller program is left as it is: the
+    largest batch decides how much memory the training takes."""
+    if sibling is None:
+        return settings
+    chosen = sibling.draft.chosen
+    otherwise = Keep() if sums_up(program) <= sums_up(sibling.program) else settings.goal
+    return replace(settings, goal=settings.goal if chosen is None else Again(chosen, otherwise), known=True)
+
+
+def sums_up(program: Program) -> int:
+    """Bytes of everything that a step makes: tells the larger of two siblings."""
+    return sum(b.size_bytes for b in program.buffers.values() if not b.role.borrowed)
+
+
+def _placing(sibling: Layout | None) -> PlacingOrder | None:
+    return sibling.arena.placing if sibling is not None and sibling.arena is not None else None
+
+
+def _below(
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    settings: PassSettings,
+    watch: Watcher | None,
+    sibling: Layout | None,
+) -> Planned:
+    """The cheapest layout below the target. Placing may lift one above it; then the next lower peak is tried. What a
+    sibling's choice comes to is tried first."""
+    wanted, outside, kept_grads = _target(program, options)
     room = wanted - outside
     lowest: int | None = None
     while True:
-        draft = run_passes(program, kept, replace(settings, goal=Below(room)), watch=watch)
-        layout = lay_out(draft)
+        told = _again(program, replace(settings, goal=Below(room)), sibling)
+        draft = run_passes(program, kept, told, watch=watch)
+        layout = lay_out(draft, like=_placing(sibling))
         reached = outside + transient_bytes(layout, kept_grads)
         if reached <= wanted:
             return _account(program, layout, settings)
+        if sibling is not None:
+            sibling = None
+            continue
         lowest = reached if lowest is None else min(lowest, reached)
         if draft.planned_peak_bytes is None or draft.planned_peak_bytes > room:  # the lowest there is was above it
             raise MemoryTargetError(wanted, lowest, _impossible(options, wanted, lowest, outside, draft.notes))
@@ -107,11 +219,8 @@ def _below(
 
 
 def _account(program: Program, layout: Layout, settings: PassSettings) -> Planned:
-    rebuilt = layout.draft.rebuilt
-    added = [op for op in layout.program.ops if any(r.buffer in rebuilt for r in op.outputs)]
     assert settings.chooser is not None
-    seconds = settings.chooser.seconds
-    return Planned(layout, sum(map(seconds, program.ops)), sum(map(seconds, added)))
+    return Planned(layout, program, settings.chooser.seconds)
 
 
 def _impossible(options: Options, wanted: int, lowest: int, outside: int, notes: tuple[str, ...]) -> str:

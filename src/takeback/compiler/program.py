@@ -33,9 +33,8 @@ class Role(enum.Enum):
     CONSTANT = "constant"
     INTERNAL = "internal"
 
-    @property
-    def borrowed(self) -> bool:
-        return self is not Role.INTERNAL
+    def __init__(self, owner: str) -> None:
+        self.borrowed = owner != "internal"  # no property: those of an enum are slow, and this is asked most of all
 
     @property
     def handed(self) -> bool:

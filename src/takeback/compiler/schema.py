@@ -6,9 +6,28 @@ An overload's schema has no public name; the attributes used here were checked o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from takeback.compiler.program import OpOverload
+
+Fact = TypeVar("Fact")
+
+
+def once_for_each(function: Callable[[Any], Fact]) -> Callable[[Any], Fact]:
+    """Remembers what a function says of an operator, by its id: an overload's own hash is computed in Python, and is
+    asked for in every op of every pass. The operator is kept, so that the id stays its own."""
+    known: dict[int, tuple[object, Fact]] = {}
+
+    @functools.wraps(function)
+    def remembered(target: Any) -> Fact:
+        found = known.get(id(target))
+        if found is None:
+            found = known[id(target)] = (target, function(target))
+        return found[1]
+
+    return remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,7 @@ class Schema:
         return tuple((p.name, p.type) for p in self.parameters if not p.is_out)
 
 
-@functools.cache
+@once_for_each
 def schema_of(target: OpOverload) -> Schema:
     declared = target._schema
     parameters = tuple(

@@ -39,6 +39,12 @@ def take_apart(batch: object) -> tuple[list[torch.Tensor], Hashable]:
     return tensors, _walk(batch, tensors)
 
 
+def outline_of(batch: object) -> Hashable:
+    """The key of a batch less the shapes and strides of its tensors: what batches of one kind have in common, whatever
+    their length."""
+    return _walk(batch, [], _tensor_outline)
+
+
 def objects_of(batch: object) -> list[object]:
     """What a batch holds that is neither tensor nor plain value nor container: compared by identity, so looked into."""
     found: list[object] = []
@@ -69,26 +75,33 @@ def tensor_key(t: torch.Tensor) -> Hashable:
     return (type(t), t.shape, strides, t.dtype, t.device, t.layout, t.requires_grad)
 
 
-def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
+def _tensor_outline(t: torch.Tensor) -> Hashable:
+    return (type(t), t.dim(), t.dtype, t.device, t.layout, t.requires_grad)
+
+
+def _walk(
+    node: Any, tensors: list[torch.Tensor], of_tensor: Callable[[torch.Tensor], Hashable] = tensor_key
+) -> Hashable:
     if isinstance(node, torch.Tensor):
         again = next((i for i, t in enumerate(tensors) if t is node), None)
         tensors.append(node)
         # step(x, x) and step(x, y) are different programs; and a step may read attributes that were put on a tensor.
-        return (tensor_key(node), again, _walk(vars(node), tensors) if again is None and vars(node) else None)
+        attributes = _walk(vars(node), tensors, of_tensor) if again is None and vars(node) else None
+        return (of_tensor(node), again, attributes)
     kind = type(node)
     if kind is float:
         return (kind, node.hex())  # tells -0.0 from 0.0, and NaN is NaN
     if kind in _PLAIN:
         return (kind, node)
     if isinstance(node, Mapping):
-        return (kind, tuple((k, _walk(v, tensors)) for k, v in node.items()))
+        return (kind, tuple((k, _walk(v, tensors, of_tensor)) for k, v in node.items()))
     if isinstance(node, tuple | list):
-        return (kind, tuple(_walk(v, tensors) for v in node))
+        return (kind, tuple(_walk(v, tensors, of_tensor) for v in node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return (kind, tuple(_walk(getattr(node, f.name), tensors) for f in dataclasses.fields(node)))
+        return (kind, tuple(_walk(getattr(node, f.name), tensors, of_tensor) for f in dataclasses.fields(node)))
     if kind in pytree.SUPPORTED_NODES:
         children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(node)
-        return (kind, repr(context), tuple(_walk(v, tensors) for v in children))
+        return (kind, repr(context), tuple(_walk(v, tensors, of_tensor) for v in children))
     try:
         hash(node)
     except TypeError:
@@ -97,6 +110,31 @@ def _walk(node: Any, tensors: list[torch.Tensor]) -> Hashable:
             f"hashable, so takeback cannot tell one batch from the next. Pass its tensors, or register it as a pytree."
         ) from None
     return (kind, node)
+
+
+def batch_in_words(batch: object, most: int = 6) -> str:
+    """`16x59, 16`, or `input_ids 16x59, labels 16`: the tensors and plain values of a batch, for messages."""
+    found: list[str] = []
+
+    def visit(node: Any, name: str) -> None:
+        label = f"{name} " if name else ""
+        if isinstance(node, torch.Tensor):
+            found.append(label + ("x".join(map(str, node.shape)) or "scalar"))
+        elif isinstance(node, Mapping):
+            for key, value in node.items():
+                visit(value, str(key)[:24])
+        elif isinstance(node, tuple | list):
+            for value in node:
+                visit(value, name)
+        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                visit(getattr(node, field.name), field.name)
+        elif isinstance(node, bool | int | float | str):
+            found.append(label + repr(node)[:24])
+
+    visit(batch, "")
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return (", ".join(found[:most]) or "no tensors") + more
 
 
 def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:

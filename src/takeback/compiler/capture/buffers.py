@@ -6,6 +6,8 @@ table keeps no tensor alive that was made in the step; it knows them by weak ref
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -14,6 +16,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from takeback.compiler.program import Buffer, BufferId, Region, Role
 from takeback.errors import CaptureError
+
+
+class _Deathwatch(weakref.ref[torch.UntypedStorage]):
+    """Calls back when a storage is freed. Python's object for a storage lives as long as the storage does."""
+
+    ident: BufferId
+
+
+@functools.cache
+def _tells_of_deaths() -> bool:
+    """Whether this torch's storages do so; checked on 2.13. If not, each is asked before each op."""
+    fired: list[object] = []
+    tensor = torch.empty(1, device="cpu")
+    watch, weak = weakref.ref(tensor.untyped_storage(), fired.append), StorageWeakRef(tensor.untyped_storage())
+    early = bool(fired) or watch() is None
+    del tensor
+    return not early and len(fired) == 1 and weak.expired()
 
 
 class BufferTable:
@@ -43,10 +62,19 @@ class BufferTable:
         self._by_storage: dict[int, BufferId] = {}
         self._weak: dict[BufferId, StorageWeakRef] = {}
         self._alive: dict[BufferId, StorageWeakRef] = {}
+        self._died: list[_Deathwatch] = []  #: since the last op; a list, for any thread may free a storage
+        self._watches: dict[BufferId, _Deathwatch] = {}
+        self._watched = _tells_of_deaths()
         self._leaf_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._leaf_storages: set[int] = set()
+        # What the forward and backward hardly ever read comes last: the optimizer has no state when the first step is
+        # recorded, and the buffers of one recording are to have the numbers of the next.
+        self._unmet: dict[int, tuple[torch.Tensor, str]] = {}
         for tensor, (role, name) in known.items():
-            self._borrow(tensor, role, name)
+            if role is Role.STATE:
+                self._unmet[tensor.untyped_storage()._cdata] = (tensor, name)
+            else:
+                self._borrow(tensor, role, name)
         for i, leaf in enumerate(batch):
             self._borrow_leaf(leaf, i)
 
@@ -68,6 +96,15 @@ class BufferTable:
         # A leaf is known by the tensor object and its views, not by its storage: x and y may be slices of one tensor.
         self._leaf_storages.add(leaf.untyped_storage()._cdata)
 
+    def _met(self, key: int) -> tuple[torch.Tensor, Role, str]:
+        tensor, name = self._unmet.pop(key)
+        return tensor, Role.STATE, name
+
+    def finish_(self) -> None:
+        """The step is over: what it has not come across is there nevertheless."""
+        for key in tuple(self._unmet):
+            self._borrow(*self._met(key))
+
     def constant(self, tensor: torch.Tensor) -> Region:
         """A copy of the tensor that belongs to the program."""
         ident = BufferId(len(self.buffers))
@@ -82,8 +119,12 @@ class BufferTable:
         """A buffer for a tensor that the step has just made."""
         ident = self._new(tensor, Role.INTERNAL)
         self._alive[ident] = self._weak[ident]
+        storage = tensor.untyped_storage()
+        if self._watched:
+            watch = self._watches[ident] = _Deathwatch(storage, self._died.append)
+            watch.ident = ident
         if self._addresses:
-            self.address[ident] = tensor.untyped_storage().data_ptr()
+            self.address[ident] = storage.data_ptr()
         return ident
 
     def _new(self, tensor: torch.Tensor, role: Role, name: str = "") -> BufferId:
@@ -99,15 +140,18 @@ class BufferTable:
 
     # -- looking up ------------------------------------------------------------------------------------------------
 
-    def region(self, tensor: torch.Tensor) -> Region:
-        """Where the tensor looks. One that nobody has shown before belongs to the user's closure."""
-        leaf = self._leaf_of.get(tensor)
+    def region(self, tensor: torch.Tensor, storage: int | None = None) -> Region:
+        """Where the tensor looks. One that nobody has shown before belongs to the user's closure. `storage` is that of
+        the tensor, if it is known."""
+        key = tensor.untyped_storage()._cdata if storage is None else storage
+        leaf = self._leaf_of.get(tensor) if key in self._leaf_storages else None
         if leaf is not None:
             ident, base = leaf
             offset = tensor.storage_offset() - base
         else:
-            key = tensor.untyped_storage()._cdata
             found = self._by_storage.get(key)
+            if found is None and key in self._unmet:
+                found = self._borrow(*self._met(key))
             if found is None and key in self._leaf_storages and key not in self._reachable:
                 raise CaptureError(
                     f"a view of the batch reached an op{self._at()} by a way that takeback cannot follow, so the next "
@@ -124,14 +168,17 @@ class BufferTable:
     def knows(self, tensor: torch.Tensor) -> bool:
         """False if the storage is a new one, if need be at the address of one that has died since (its weak reference
         has expired)."""
-        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        ident = self._by_storage.get(key)
         if ident is None:
-            return False
+            return key in self._unmet
         weak = self._weak.get(ident)
         return weak is None or not weak.expired()
 
-    def follow_leaf(self, view: torch.Tensor, source: torch.Tensor) -> None:
-        """A view of a batch tensor is that batch tensor's."""
+    def follow_leaf(self, view: torch.Tensor, source: torch.Tensor, storage: int | None = None) -> None:
+        """A view of a batch tensor is that batch tensor's. `storage` is the one they share, if it is known."""
+        if storage is not None and storage not in self._leaf_storages:
+            return
         trail = self._leaf_of.get(source)
         if trail is not None:
             self._leaf_of[view] = trail
@@ -150,10 +197,17 @@ class BufferTable:
 
     def bury(self, position: int) -> None:
         """Notes which buffers eager has freed before the op at `position`."""
-        dead = [ident for ident, weak in self._alive.items() if weak.expired()]
-        for ident in dead:
-            self.death[ident] = position
-            del self._alive[ident]
+        if self._watched:
+            while self._died:
+                self._bury(self._died.pop(0).ident, position)
+            return
+        for ident in [ident for ident, weak in self._alive.items() if weak.expired()]:
+            self._bury(ident, position)
+
+    def _bury(self, ident: BufferId, position: int) -> None:
+        self.death[ident] = position
+        del self._alive[ident]
+        self._watches.pop(ident, None)
 
     def still_alive(self) -> Iterator[BufferId]:
         """Of what the step has made, what somebody holds just now."""

@@ -5,7 +5,6 @@ From torch's schema and tags, and a short table of the writes that schemas keep 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.program import OpOverload
-from takeback.compiler.schema import schema_of
+from takeback.compiler.schema import once_for_each, schema_of
 
 aten = torch.ops.aten
 
@@ -35,9 +34,12 @@ class OpFacts:
     random: bool
     dynamic: bool
     reads_value: bool
+    is_view: bool
+    moves_no_bytes: bool  #: transpose_() and its like, and what a profiler notes
+    writes_nothing: bool
 
 
-@functools.cache
+@once_for_each
 def facts_of(target: OpOverload) -> OpFacts:
     written = [(i, p) for i, p in enumerate(schema_of(target).parameters) if p.is_written]
     return OpFacts(
@@ -46,12 +48,17 @@ def facts_of(target: OpOverload) -> OpFacts:
         torch.Tag.nondeterministic_seeded in target.tags,
         torch.Tag.dynamic_output_shape in target.tags,
         torch.Tag.data_dependent_output in target.tags,
+        target.is_view,
+        target.namespace == "profiler" or torch.Tag.inplace_view in target.tags,
+        not written and target not in _HIDDEN_WRITES,
     )
 
 
 def written_tensors(target: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The operands that a call writes in place."""
     facts = facts_of(target)
+    if facts.writes_nothing:
+        return []
     written = [args[i] for i in facts.written if i < len(args)]
     written += [kwargs[n] for n in facts.written_names if n in kwargs]
     hidden = _HIDDEN_WRITES.get(target)

@@ -11,12 +11,14 @@ held by content (`Recorder.hold`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from takeback.compiler.capture.ran import pause_profile_
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.trial import Call, form_of, is_whole, needs_bytes, tensors_in
 
@@ -36,20 +38,32 @@ class Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
-        tensors = () if name == "__get__" or func in _BACKWARDS else tuple(tensors_in((args, kwargs)))
+        profile = pause_profile_()  # what is looked at in here is not what the step's code looks at
+        try:
+            kwargs = kwargs or {}
+            name = getattr(func, "__name__", str(func))
+            tensors = () if name == "__get__" or func in _BACKWARDS else tuple(tensors_in((args, kwargs)))
+            numbers = [t for t in tensors if is_whole(t) and t.numel()]
+            versions = {id(t): _version(t) for t in tensors}
+            constants = self._recorder.table.constants
+        finally:
+            if profile is not None:
+                sys.setprofile(profile)
         if not tensors:
             return func(*args, **kwargs)
         recorder = self._recorder
-        versions = {id(t): _version(t) for t in tensors}
-        recorder.seen, constants = [], recorder.table.constants
-        try:
+        suspects: list[torch.Tensor] = []
+        if not numbers:
             out = func(*args, **kwargs)
-            seen = tuple(recorder.seen)
-        finally:
-            recorder.seen = None
-        suspects = self._suspects(Call(func, args, kwargs, seen), tensors)
+        else:
+            recorder.seen = []
+            try:
+                out = func(*args, **kwargs)
+                seen = tuple(recorder.seen)
+            finally:
+                recorder.seen = None
+            unique = list({id(t): t for t in numbers}.values())
+            suspects = self._suspects(Call(func, args, kwargs, seen), tensors, unique)
         if recorder.table.constants > constants:
             suspects += _numbers_in_lists((*args, *kwargs.values()))
         for tensor in suspects:
@@ -57,11 +71,10 @@ class Reads(TorchFunctionMode):
             self.found.append((name, tensor.shape))
         return out
 
-    def _suspects(self, call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those without whose bytes the call does not dispatch the ops that it did."""
-        numbers = list({id(t): t for t in tensors if is_whole(t) and t.numel()}.values())
+    def _suspects(self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the whole numbers without whose bytes the call does not dispatch the ops that it did."""
         key = (call.func, call.seen, form_of((call.args, call.kwargs)))
-        if not numbers or key in self._proved or _is_own_kernel(call) or any(map(_is_wrapped, tensors)):
+        if key in self._proved or _is_own_kernel(call) or any(map(_is_wrapped, tensors)):
             return []
         if not needs_bytes(call, numbers):
             self._proved.add(key)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +20,7 @@ from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Plac
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import cut, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
+from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
@@ -60,6 +62,7 @@ class Capture:
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
     notes: tuple[str, ...] = ()
     random_ends: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)  #: where the step left them
+    kin: Kin | None = None  #: for a recording of the same step with other shapes
 
 
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
@@ -74,10 +77,12 @@ def capture(
     real: bool = True,
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
-    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them."""
-    first = _look(subject, args, kwargs)
+    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
+    `kin`: of an earlier recording, whose assumptions all hold."""
+    first = _look(subject, args, kwargs) if kin is None else kin.before
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
     }
@@ -92,7 +97,7 @@ def capture(
                     return _attempt(subject, args, kwargs, first, recording, real, on_abort, numbers)
                 for generator, state in states:
                     generator.set_state(state)
-            return _attempt(subject, args, kwargs, first, recording, real, on_abort)
+            return _attempt(subject, args, kwargs, first, recording, real, on_abort, kin=kin)
         except _KeptState as kept:
             for generator, state in states:
                 generator.set_state(state)
@@ -183,6 +188,7 @@ def _attempt(
     real: bool,
     on_abort: Callable[[Callable[[], None]], None],
     numbers: Sequence[NumberPlace] = (),
+    kin: Kin | None = None,
 ) -> Capture:
     onlooker = Onlooker(before.objects)
     on_abort(onlooker.stop_)
@@ -201,7 +207,7 @@ def _attempt(
             real,
             reachable=before.tensors,
             generators=before.generators if real else (),
-            held=functools.partial(_held_by, subject.model),
+            held=_Attributes(subject.model).tensors,
             own=own,
             onlooker=onlooker,
         )
@@ -217,18 +223,40 @@ def _attempt(
             for p in subject.parameters:
                 p.grad = None
             raise
-    look = functools.partial(_look, subject, args, kwargs, onlooker.seen)
-    got = _finish(subject, recorder, before, look, ran, log.events if log is not None else ())
+
+    def look() -> Kin:
+        seen = onlooker.seen
+        if kin is not None and kin.covers(seen):
+            return kin
+        assumptions = _look(subject, args, kwargs, seen)
+        return Kin(before, assumptions, assumptions.places(), seen)
+
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 
 
-def _held_by(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors that are attributes of the model's modules, registered or not."""
-    for module in model.modules():
-        for value in (*vars(module).values(), *module._buffers.values()):
-            if isinstance(value, torch.Tensor):
-                yield value
+class _Attributes:
+    """The attributes of a model's modules. Asked for before many ops: modules are walked only if they are others."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._children: list[Mapping[str, torch.nn.Module | None]] = []
+        self._known: list[torch.nn.Module | None] = []
+        self._tables: list[Mapping[str, Any]] = []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those that are tensors, registered or not."""
+        now = [child for table in self._children for child in table.values()]
+        if not self._tables or len(now) != len(self._known) or not all(map(operator.is_, now, self._known)):
+            modules = list(self._model.modules())
+            self._children = [m._modules for m in modules]
+            self._known = [child for table in self._children for child in table.values()]
+            self._tables = [table for m in modules for table in (vars(m), m._buffers)]
+        for table in self._tables:
+            for value in table.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
 
 
 @dataclass(frozen=True)
@@ -278,9 +306,9 @@ def _run(
                 p.grad = p.grad.resolve_conj().resolve_neg()
     recorder.mark_end_of_backward()
     assert total is not None
-    ran = _Ran(total, open_objects(parts[0] if subject.accumulate == 1 else tuple(parts)), has_aux, None, foreign)
+    aux = open_objects(parts[0] if subject.accumulate == 1 else tuple(parts))
     if not subject.updates:
-        return ran
+        return _Ran(total, aux, has_aux, None, foreign)
     with recorder:
         if scaling is None:
             recorder.phase = Phase.UPDATE
@@ -288,7 +316,7 @@ def _run(
             scaling.unscale_()  # still the backward, and so is clipping: eager does both, then decides on the update
         wanted = [p for p in subject.parameters if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(wanted, subject.clip_norm) if subject.clip_norm is not None else None
-    return replace(ran, grad_norm=norm)
+    return _Ran(total, aux, has_aux, norm, foreign)  # what runs in here counts as the step's: no code of a library's
 
 
 def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torch.nn.Parameter, str]:
@@ -322,8 +350,7 @@ def _backward(loss: torch.Tensor, subject: Subject, leaves: Leaves) -> dict[torc
 def _finish(
     subject: Subject,
     recorder: Recorder,
-    before: Assumptions,
-    look: Callable[[], Assumptions],
+    look: Callable[[], Kin],
     ran: _Ran,
     events: Sequence[AllocatorEvent],
 ) -> Capture:
@@ -336,8 +363,8 @@ def _finish(
     given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
     settle_(subject.derived)
-    assumptions = look()
-    within = assumptions.places()
+    kin = look()
+    before, assumptions, within = kin.before, kin.assumptions, kin.within
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
         recorder.rewind_()
@@ -371,6 +398,7 @@ def _finish(
         tuple(holder for holder, _ in made),
         tuple(_notes(ran.foreign)),
         recorder.random_ends,
+        kin,
     )
 
 

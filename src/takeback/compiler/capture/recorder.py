@@ -20,7 +20,7 @@ from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
-from takeback.compiler.capture.ran import Onlooker
+from takeback.compiler.capture.ran import Onlooker, pause_profile_
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
 from takeback.compiler.capture.site import Sites, at
@@ -77,27 +77,26 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        onlooker, kwargs = self._onlooker, kwargs or {}
+        onlooker = self._onlooker
         if onlooker is None or onlooker.paused:
-            return self._dispatched(func, args, kwargs)
+            return self._dispatched(func, args, kwargs or {})
         # Nothing in here is the step's own code: what the kernel of a custom op reads, it reads in each replay.
+        profile = pause_profile_()
         onlooker.note_stack()
-        profile = sys.getprofile()
         onlooker.paused = True
-        if callable(profile):  # cProfile's own stays on
-            sys.setprofile(None)
         try:
-            return self._dispatched(func, args, kwargs)
+            return self._dispatched(func, args, kwargs or {})
         finally:
             onlooker.paused = False
-            if callable(profile):
+            if profile is not None:
                 sys.setprofile(profile)
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's
             if self.seen is not None:
                 self.seen.append(form_of_op(func, args, kwargs))
-            if not func.is_view:
+            facts = facts_of(func)
+            if not facts.is_view and (_has_lazy(args) or (kwargs and _has_lazy(kwargs.values()))):
                 args, kwargs = self._resolve(func, args, kwargs)
             return self._record(func, args, kwargs)
 
@@ -107,8 +106,6 @@ class Recorder(TorchDispatchMode):
         """Conjugates and negates for real what is so by a flag only, in an op of its own: a region has no such flag.
         Eager does the same inside of most ops. A view of such a tensor is still one."""
         lazy = [t for t in _tensors((args, tuple(kwargs.values()))) if t.is_conj() or t.is_neg()]
-        if not lazy:
-            return args, kwargs
         refuse_lazy(written_tensors(func, args, kwargs), self._sites.at)
         resolved: dict[int, torch.Tensor] = {}
         for tensor in lazy:
@@ -126,44 +123,48 @@ class Recorder(TorchDispatchMode):
         return tuple(change(a) for a in args), {name: change(value) for name, value in kwargs.items()}
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "profiler" or torch.Tag.inplace_view in func.tags:
-            return func(*args, **kwargs)  # transpose_() and its like move no bytes: later regions show what they did
-        facts = facts_of(func)
+        facts, table = facts_of(func), self.table
+        if facts.moves_no_bytes:
+            return func(*args, **kwargs)  # later regions show what it did
         position = len(self.ops)
         site = self._sites.here()
-        refuse_dynamic(func, args, site)
-        self.table.bury(position)
+        if facts.dynamic:
+            refuse_dynamic(func, args, site)
+        table.bury(position)
 
         if func is aten.lift_fresh.default:
             return self._lift(args[0], site)
         storages: dict[int, torch.Tensor] = {}
-        described = tuple(self._describe(a, storages) for a in args)
-        described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()}
-        mutated = written_tensors(func, args, kwargs)
-        if self._real:
+        described = tuple([self._describe(a, storages) for a in args])
+        described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()} if kwargs else {}
+        mutated = () if facts.writes_nothing else written_tensors(func, args, kwargs)
+        if mutated and self._real:
             self._undo.remember(mutated, self.phase)
-        generator = kwargs.get("generator")
-        if facts.random and self._random is not None:
-            self._random.before(generator, position, site)
+        random = self._random if facts.random else None
+        if random is not None:
+            random.before(kwargs.get("generator"), position, site)
 
-        if self._log is not None:
-            self._log.cell[0] = position
-        try:
+        cell = self._log.cell if self._log is not None else None
+        if cell is None:
             out = func(*args, **kwargs)
-        finally:
-            if self._log is not None:
-                self._log.cell[0] = -1
+        else:
+            cell[0] = position
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                cell[0] = -1
 
-        if facts.random and self._random is not None:
-            self._random.after(generator, position + 1)
-        known = len(self.table.buffers)
-        refuse_resized(func, mutated, self.table, site)
+        if random is not None:
+            random.after(kwargs.get("generator"), position + 1)
+        known = len(table.buffers)
+        if mutated:
+            refuse_resized(func, mutated, table, site)
         outs = out if isinstance(out, tuple | list) else (out,)
-        described_out = tuple(self._result(v, storages) for v in outs)
+        described_out = tuple([self._result(v, storages) for v in outs])
         expected = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
         # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
-        if len(self.table.buffers) > known or mutated or expected is not None:
-            ids = tuple(dict.fromkeys(self.table.region(t).buffer for t in mutated))
+        if len(table.buffers) > known or mutated or expected is not None:
+            ids = tuple(dict.fromkeys(table.region(t).buffer for t in mutated)) if mutated else ()
             self.ops.append(
                 Op(
                     func,
@@ -210,23 +211,25 @@ class Recorder(TorchDispatchMode):
     def _describe(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
         if isinstance(value, torch.Tensor):
             refuse_unusual(value, self._sites.at, real=self._real)
-            storages[value.untyped_storage()._cdata] = value
-            return self.table.region(value)
+            storage = value.untyped_storage()._cdata
+            storages[storage] = value
+            return self.table.region(value, storage)
         if isinstance(value, list | tuple):
-            return tuple(self._describe(v, storages) for v in value)
+            return tuple([self._describe(v, storages) for v in value])
         return value
 
     def _result(self, value: Any, storages: dict[int, torch.Tensor]) -> Argument:
         if isinstance(value, torch.Tensor):
             refuse_unusual(value, self._sites.at, real=self._real)
-            source = storages.get(value.untyped_storage()._cdata)
+            storage = value.untyped_storage()._cdata
+            source = storages.get(storage)
             if source is not None:
-                self.table.follow_leaf(value, source)
+                self.table.follow_leaf(value, source, storage)
             elif not self.table.knows(value):
                 self.table.made(value)
-            return self.table.region(value)
+            return self.table.region(value, storage)
         if isinstance(value, list | tuple):
-            return tuple(self._result(v, storages) for v in value)
+            return tuple([self._result(v, storages) for v in value])
         return value
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -284,6 +287,7 @@ class Recorder(TorchDispatchMode):
         """Everything recorded, with the scratch that the allocator saw inside each op."""
         table = self.table
         table.bury(len(self.ops))
+        table.finish_()
         addressed = attach_scratch(self.ops, table.address, events)
         woven = self._random.weave(addressed) if self._random is not None else addressed
         shift = _positions(addressed, woven)
@@ -298,6 +302,17 @@ class Recorder(TorchDispatchMode):
             grad_norm,
             eager_death={b: shift(p) for b, p in table.death.items()},
         )
+
+
+def _has_lazy(values: Iterable[Any]) -> bool:
+    """Whether one of the tensors in there is conjugated or negated by a flag only."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_conj() or value.is_neg():
+                return True
+        elif isinstance(value, list | tuple) and _has_lazy(value):
+            return True
+    return False
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ An op of the backward pass has no such frame; it gets the line of the forward op
 
 from __future__ import annotations
 
+import functools
 import linecache
 import os
 import sys
@@ -21,7 +22,11 @@ _ZOO = os.path.join(_OURS, "zoo") + os.sep
 
 def belongs_to_user(frame: FrameType) -> bool:
     """False for torch's frames and for takeback's own, the zoo's models excepted."""
-    file = frame.f_code.co_filename
+    return _is_users(frame.f_code.co_filename)
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
     if file.startswith((_TORCH, "<")):
         return False
     return not file.startswith(_OURS) or file.startswith(_ZOO)
@@ -55,7 +60,7 @@ class Sites:
         if node is not None:
             return self._by_node.get(node._sequence_nr())
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not belongs_to_user(frame):
+        while frame is not None and not _is_users(frame.f_code.co_filename):
             frame = frame.f_back
         if frame is None:
             return None

@@ -180,7 +180,7 @@ class NewPlans:
             return
         self._warned = True
         same = self._keys[-2] == self._keys[-1]
-        varies = changed if same and changed else _difference(self._keys[-2], self._keys[-1])
+        varies = changed if same and changed else difference(self._keys[-2], self._keys[-1])
         if same and read is not None:
             varies = f"the value that is read into Python at {read.describe()} is another one each time"
         advice = (
@@ -199,7 +199,7 @@ class NewPlans:
         )
 
 
-def _difference(before: Hashable, after: Hashable) -> str:
+def difference(before: Hashable, after: Hashable) -> str:
     """The first place where two keys differ, in words."""
     if isinstance(before, torch.Size) and isinstance(after, torch.Size):
         if len(before) == len(after):
@@ -210,7 +210,7 @@ def _difference(before: Hashable, after: Hashable) -> str:
     if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
         for a, b in zip(before, after, strict=True):
             if a != b:
-                return _difference(a, b)
+                return difference(a, b)
     if before == after:
         return "a Python value that the step reads changes between steps"
     return f"an argument varies ({before!r}, then {after!r})"

@@ -54,7 +54,7 @@ class Effect:
     """
 
     op: int
-    label: str
+    label: object  #: its words are asked for in an error only
     reads: tuple[Access, ...]
     writes: tuple[Access, ...]
     may_overwrite: frozenset[tuple[int, int]] = frozenset()
@@ -69,10 +69,23 @@ class _Owner:
     """Who owns some bytes now: a value, or None where they are scratch left behind or were never written."""
 
     value: int | None
-    story: str
+    access: Access | None = None
+    effect: Effect | None = None  #: what wrote it, or left it behind
+
+    @property
+    def story(self) -> str:
+        """In words, for an error."""
+        if self.access is None:
+            return (
+                "nothing was ever written there"
+                if self.effect is None
+                else f"they are scratch that {self.effect} left behind"
+            )
+        how = "lives there from the start" if self.effect is None else f"was written by {self.effect}"
+        return f"they belong to value {self.value} '{self.access.label}', which {how}"
 
 
-_NOBODY = _Owner(None, "nothing was ever written there")
+_NOBODY = _Owner(None)
 
 
 class _OwnerMap:
@@ -118,7 +131,7 @@ def check(effects: Iterable[Effect], initial: Iterable[Access] = ()) -> None:
     """
     owners = _OwnerMap()
     for access in initial:
-        owners.give_(access.span, _owner(access, "lives there from the start"))
+        owners.give_(access.span, _Owner(access.value, access))
     for effect in effects:
         for read in effect.reads:
             _check_read(effect, read, owners)
@@ -126,13 +139,9 @@ def check(effects: Iterable[Effect], initial: Iterable[Access] = ()) -> None:
         _check_own_writes(effect)
         _check_scratch(effect)
         for span in effect.scratch:
-            owners.give_(span, _Owner(None, f"they are scratch that {effect} left behind"))
+            owners.give_(span, _Owner(None, None, effect))
         for write in effect.writes:
-            owners.give_(write.span, _owner(write, f"was written by {effect}"))
-
-
-def _owner(access: Access, how: str) -> _Owner:
-    return _Owner(access.value, f"they belong to value {access.value} '{access.label}', which {how}")
+            owners.give_(write.span, _Owner(write.value, write, effect))
 
 
 def _check_read(effect: Effect, read: Access, owners: _OwnerMap) -> None:
@@ -152,6 +161,8 @@ def _check_own_reads(effect: Effect) -> None:
 
 
 def _check_own_writes(effect: Effect) -> None:
+    if len(effect.writes) < 2:
+        return
     # Sorted, two spans overlap only if two neighbours do, once the empty ones are gone.
     in_place = sorted((w for w in effect.writes if w.span.start_bytes < w.span.end_bytes), key=_placement)
     for below, above in pairwise(in_place):

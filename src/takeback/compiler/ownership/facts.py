@@ -5,13 +5,12 @@ may write its result onto. Every fact about overwriting is proved by tests/owner
 from __future__ import annotations
 
 import enum
-import functools
 from collections.abc import Mapping
 
 import torch
 
 from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Region, Special
-from takeback.compiler.schema import schema_of
+from takeback.compiler.schema import once_for_each, schema_of
 
 aten = torch.ops.aten
 
@@ -80,7 +79,7 @@ class Refused(enum.StrEnum):
     OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
 
 
-@functools.cache
+@once_for_each
 def out_overload(target: OpOverload) -> OpOverload | None:
     """The overload of the same op that writes into given results without allocating them, if there is one."""
     schema = schema_of(target)
@@ -101,7 +100,7 @@ def reads_storage(target: OpOverload) -> bool:
     return schema_of(target).name in _READS_STORAGE
 
 
-@functools.cache
+@once_for_each
 def inplace_overload(target: OpOverload) -> OpOverload | None:
     """The in-place form of a pointwise op that has no true `out=` kernel (relu, masked_fill), if there is one."""
     if torch.Tag.pointwise not in target.tags or out_overload(target) is not None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from takeback.compiler.ownership.curve import alive_bytes, inside_bytes
 from takeback.compiler.ownership.facts import EMPTY, geometry_refusal, overwritable_operands
 from takeback.compiler.ownership.lifetimes import lifetimes
-from takeback.compiler.passes.choice import Choice, Rebuild, fixed_buffers
-from takeback.compiler.passes.draft import Draft, Overwrites, owner_of
+from takeback.compiler.passes.choice import fixed_buffers
+from takeback.compiler.passes.draft import Choice, Draft, Overwrites, Rebuild, owner_of
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives, rebuild_reads, stand_in
 from takeback.compiler.passes.repeats import repeats

@@ -9,26 +9,11 @@ Everything else follows from it: a read means the newest copy of a value, and wh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.draft import Choice, Draft
 from takeback.compiler.passes.rebuildable import rebuild, rebuild_gives
 from takeback.compiler.program import Buffer, BufferId, Op, renaming
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Rebuild:
-    """The op at position `op` runs again just before the one at `before`; positions are those of the given program."""
-
-    before: int
-    op: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What to rebuild. What is not rebuilt is kept."""
-
-    rebuilds: tuple[Rebuild, ...] = ()
 
 
 def fixed_buffers(draft: Draft) -> frozenset[BufferId]:
@@ -62,7 +47,9 @@ def apply(draft: Draft, choice: Choice) -> Draft:
             }
         out.append(_reading(op, newest))
     return replace(
-        draft, program=replace(program, ops=tuple(out), buffers=buffers), rebuilt=draft.rebuilt | frozenset(rebuilt)
+        draft,
+        program=replace(program, ops=tuple(out), buffers=buffers),
+        rebuilt=draft.rebuilt | frozenset(rebuilt),
     )
 
 

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from takeback.compiler.program import BufferId, Program, Site
+from takeback.compiler.program import BufferId, Op, Program, Site
 
 
 class Home(enum.Enum):
@@ -69,6 +69,30 @@ class Moved:
     site: Site | None = None
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Rebuild:
+    """The op at position `op` runs again just before the one at `before`; positions are those of the given program."""
+
+    before: int
+    op: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to rebuild. What is not rebuilt is kept."""
+
+    rebuilds: tuple[Rebuild, ...] = ()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice that was made, of these ops."""
+
+    choice: Choice
+    ops: tuple[Op, ...]
+    notes: tuple[str, ...] = ()  #: of the search for it
+
+
 @dataclass(frozen=True)
 class Draft:
     """A program on its way to a plan. `kept` are buffers that must last to the end of the step."""
@@ -79,6 +103,7 @@ class Draft:
     placements: Mapping[BufferId, Placement] = field(default_factory=dict)
     moves: tuple[Moved, ...] = ()
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
+    chosen: Chosen | None = None  #: what is made a second time, if that was asked
     planned_peak_bytes: int | None = None  #: what the choice of what to rebuild comes to, if one was made
     refusals: tuple[Refusal, ...] = ()
     notes: tuple[str, ...] = ()  #: what the user should know of how this plan was found

@@ -34,6 +34,7 @@ class PassSettings:
     goal: Goal = _KEEP
     chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
     notes: tuple[str, ...] = ()  #: what the user should know of these settings
+    known: bool = False  #: a sibling of the program has gone the same way: its form is looked at in the end only
 
 
 def _nothing(settings: PassSettings) -> dict[str, object]:
@@ -107,19 +108,23 @@ def run_passes(
     """The program through all passes, or only through those that come before the pass `before`."""
     settings = settings or PassSettings()
     draft = Draft(program, kept, settings.home, notes=settings.notes)
-    check_form(program, kept)
+    if not settings.known:
+        check_form(program, kept)
     for stage in stages:
         if stage.run is before:
             break
         reason = stage.idle(settings)
         if reason is None:
             after = stage.run(draft, **stage.binds(settings))
-            check_form(after.program, after.kept)
+            if not settings.known:
+                check_form(after.program, after.kept)
             after = replace(after, passes=(*draft.passes, stage.name))
         if watch is not None:
             watch(stage.name, draft, after if reason is None else reason)
         if reason is None:
             draft = after
+    if settings.known:
+        check_form(draft.program, draft.kept)
     return draft
 
 

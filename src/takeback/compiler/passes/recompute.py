@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.candidates import candidates, choice_of
-from takeback.compiler.passes.choice import Choice, apply
-from takeback.compiler.passes.draft import Draft, owner_of
+from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild, owner_of
 from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_reads
+from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.plan.rebuild_check import check_answer
 from takeback.compiler.plan.rebuild_greedy import cheapest_first
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
 from takeback.compiler.plan.rebuild_rows import RebuildRows
 from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, SolverOutcome
-from takeback.compiler.program import Op
+from takeback.compiler.program import BufferId, Op
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
 _LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
@@ -80,7 +82,25 @@ class Below:
     room_bytes: int
 
 
-Goal = Keep | Lowest | Within | Below
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What was chosen for a sibling of the program. Where its ops are not those of this one, `otherwise`."""
+
+    chosen: Chosen
+    otherwise: Goal
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What an earlier search found for this very program, and the peak it comes to. Where it does not, `otherwise`."""
+
+    choice: Choice
+    peak_bytes: int
+    notes: tuple[str, ...]
+    otherwise: Goal
+
+
+Goal = Keep | Lowest | Within | Below | Again | Remembered
 
 
 @dataclass(frozen=True)
@@ -95,12 +115,55 @@ class Point:
 def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
     """The draft with the choice for `goal` made, and what is to be known of the search among its notes. Where nothing
     is below the room of a `Below`, the lowest peak is taken: the caller compares."""
+    while isinstance(goal, Again | Remembered):
+        if isinstance(goal, Again):
+            choice = _translated(goal.chosen, draft.program.ops)
+            if choice is not None:
+                return _made(draft, choice, goal.chosen.notes)
+        elif _can_be(goal.choice, draft):
+            made = _made(draft, goal.choice, goal.notes)
+            if planned_peak(made) == goal.peak_bytes:
+                return replace(made, planned_peak_bytes=goal.peak_bytes)
+        goal = goal.otherwise
     if isinstance(goal, Keep):
         return draft
     search = chooser.search(draft)
     point = search.point(goal)
-    changed = apply(draft, point.choice)
-    return replace(changed, planned_peak_bytes=point.peak_bytes, notes=(*changed.notes, *search.notes))
+    return replace(_made(draft, point.choice, search.notes), planned_peak_bytes=point.peak_bytes)
+
+
+def _made(draft: Draft, choice: Choice, notes: tuple[str, ...]) -> Draft:
+    chosen = Chosen(choice, draft.program.ops, notes)
+    return replace(apply(draft, choice), notes=(*draft.notes, *notes), chosen=chosen)
+
+
+def _can_be(choice: Choice, draft: Draft) -> bool:
+    """Whether each op that is chosen may run again, after it ran first, on what it read then."""
+    ops, device = draft.program.ops, draft.program.device_type
+    written: dict[BufferId, list[int]] = {}
+    for position, op in enumerate(ops):
+        for b in op.mutates:
+            written.setdefault(b, []).append(position)
+    for each in choice.rebuilds:
+        if not 0 <= each.op < each.before < len(ops) or not may_rebuild(ops[each.op], device):
+            return False
+        read = {r.buffer for r in rebuild_reads(ops[each.op], device)}
+        if any(each.op <= position < each.before for b in read for position in written.get(b, ())):
+            return False
+    return True
+
+
+def _translated(chosen: Chosen, ops: tuple[Op, ...]) -> Choice | None:
+    """The same choice among the ops of a sibling."""
+    at = aligned(chosen.ops, ops)
+    if at is None or any(each.before not in at or each.op not in at for each in chosen.choice.rebuilds):
+        return None
+    return Choice(tuple(Rebuild(at[each.before], at[each.op]) for each in chosen.choice.rebuilds))
+
+
+def cut_short(notes: Iterable[str]) -> bool:
+    """Whether these notes say that the guard in seconds ended a search."""
+    return any(note.startswith(_STRUCK.partition("{")[0]) for note in notes)
 
 
 def planned_peak(draft: Draft) -> int:
@@ -181,6 +244,8 @@ class Search:
                 return self.lowest(share)
             case Below(room_bytes):
                 return self._below(room_bytes)
+            case Again() | Remembered():
+                raise AssertionError("what was chosen before is not searched for")
 
     def _below(self, room_bytes: int) -> Point:
         if self.keep.peak_bytes <= room_bytes:

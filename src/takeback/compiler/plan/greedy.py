@@ -10,12 +10,22 @@ Packs are put down before all else, hung from the ceiling or piled up from 0: wh
 from __future__ import annotations
 
 import bisect
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from takeback.compiler.plan.problem import Item, Problem, Solution, aligned_bytes, lower_bound_bytes
+from takeback.compiler.plan.placing import PlaceFunction, Placer
+from takeback.compiler.plan.problem import (
+    Item,
+    PlacingOrder,
+    Problem,
+    Solution,
+    aligned_bytes,
+    lower_bound_bytes,
+)
 
 # The search is bounded by placements, not by seconds: a plan must not depend on the machine that made it.
 MOST_PLACEMENTS = 40_000
@@ -24,8 +34,13 @@ FEWEST_ATTEMPTS = 3
 MOST_PROMOTED_MOMENTS = 8
 # Items whose busiest moments differ by less than a twentieth of the peak count as equally contended.
 PRESSURE_LEVELS = 20
+# What an order that is known from other sizes may miss of the lower bound before all others are tried as well.
+NEAR_ENOUGH = 0.02
 # Where a pass over an array takes less time than a loop over rows, as measured on an AMD EPYC.
 FEWEST_IN_COLUMNS = 400
+
+# Fewer are placed before a library is opened.
+FEWEST_IN_NATIVE = 50
 
 Ints = NDArray[np.int64]
 
@@ -46,6 +61,7 @@ class _Table:
     ceiling: int
     #: sizes, starts and ends once more: one element of a list is read faster than one of an array
     lists: tuple[list[int], list[int], list[int]]
+    native: Placer | None  #: the loop of `_place` in C++
 
 
 @dataclass(frozen=True)
@@ -69,26 +85,66 @@ class _Attempt:
     placements: int
 
 
-def solve(problem: Problem) -> Solution:
-    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item."""
+def solve(
+    problem: Problem, native: Callable[[], PlaceFunction | None] | None = None, like: PlacingOrder | None = None
+) -> Solution:
+    """Places every item; zero-size items get offset 0, and `arena_bytes` is the end of the highest item. `native` is
+    asked, for all but a few items, for the inner loop in C++, which gives the same offsets. `like`: how the same items
+    were placed when they had other sizes, which is tried first, and alone if that is good enough."""
     occupying = [item for item in problem.items if item.size_bytes]
     offsets = {item.id: 0 for item in problem.items}
     if not occupying:
         return Solution(offsets, 0, "nothing to place")
     # Ties are broken by position in the table, hence by id.
     occupying.sort(key=lambda item: item.id)
-    table = _table(occupying, problem)
+    function = native() if native is not None and len(occupying) >= FEWEST_IN_NATIVE else None
+    table = _table(occupying, problem, function)
     pins = _pins(table, occupying, problem)
-    best, order = _search(table, [s for pinned in pins for s in _strategies(table, *pinned)])
+    found: list[tuple[_Attempt, _Strategy]] = []
+    if like is not None:
+        known = (_known(like, occupying, pinned) for packing, pinned in pins if like.name.startswith(packing))
+        found = [(_place(table, strategy, give_up_at=None), strategy) for strategy in itertools.islice(known, 1)]
+    if like is None or not found or found[0][0].arena_bytes > enough_bytes(like, table.ceiling):
+        found.append(_search(table, [s for pinned in pins for s in _strategies(table, *pinned)]))
+    best, strategy = min(found, key=lambda each: each[0].arena_bytes)
     assert best.offsets is not None
     offsets.update((item.id, offset) for item, offset in zip(occupying, best.offsets, strict=True))
-    return Solution(offsets, best.arena_bytes, order)
+    return Solution(offsets, best.arena_bytes, strategy.name, _order_of(strategy, occupying, best.arena_bytes))
 
 
-def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
-    """The best attempt and the name of its strategy: first the plain orders, then rounds with promotions."""
+def enough_bytes(like: PlacingOrder, bound_bytes: int) -> int:
+    """The largest arena with which the search ends that began with a known order."""
+    return max(like.arena_bytes, int(bound_bytes * (1 + NEAR_ENOUGH)))
+
+
+def _known(like: PlacingOrder, items: list[Item], pinned: dict[int, int]) -> _Strategy:
+    """An order of other items of the same names: what is new comes last, the largest first."""
+    rank = {ident: i for i, ident in enumerate(like.items)}
+    order = sorted(range(len(items)), key=lambda i: (rank.get(items[i].id, len(rank)), -items[i].size_bytes))
+    return _Strategy(
+        name=like.name,
+        order=[index for index in order if index not in pinned],
+        best_fit=like.best_fit,
+        hangs=[item.id in like.hangs for item in items],
+        pinned=pinned,
+    )
+
+
+def _order_of(strategy: _Strategy, items: list[Item], arena_bytes: int) -> PlacingOrder:
+    return PlacingOrder(
+        name=strategy.name,
+        items=tuple(items[i].id for i in strategy.order),
+        best_fit=strategy.best_fit,
+        hangs=frozenset(item.id for item, hung in zip(items, strategy.hangs, strict=True) if hung),
+        packed=bool(strategy.pinned),
+        arena_bytes=arena_bytes,
+    )
+
+
+def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, _Strategy]:
+    """The best attempt and its strategy: first the plain orders, then rounds with promotions."""
     best: _Attempt | None = None
-    best_name = ""
+    winner: _Strategy | None = None
     attempts = placements = 0
     # What was tried since the best was found. Promotion leads round in circles: an order that comes up again while the
     # best is still the same will end as it did, and once all of them do, nothing better will ever come.
@@ -103,7 +159,7 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
                 news = True
                 attempt = _place(table, strategy, give_up_at=best.arena_bytes if best else None)
                 if attempt.offsets is not None:
-                    best, best_name = attempt, strategy.name
+                    best, winner = attempt, strategy
                     tried.clear()
                 else:
                     tried[key] = attempt
@@ -111,7 +167,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             assert best is not None
             spent = placements >= MOST_PLACEMENTS and attempts >= FEWEST_ATTEMPTS
             if spent or best.arena_bytes <= table.ceiling:
-                return best, best_name
+                assert winner is not None
+                return best, winner
             order = _promote(table, strategy.order, attempt.sticking_out)
             # An order that promotion leaves as it is would only repeat itself.
             if order != strategy.order:
@@ -120,10 +177,11 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, str]:
             break
         strategies = next_round
     assert best is not None
-    return best, best_name
+    assert winner is not None
+    return best, winner
 
 
-def _table(items: list[Item], problem: Problem) -> _Table:
+def _table(items: list[Item], problem: Problem, function: PlaceFunction | None) -> _Table:
     sizes = np.array([aligned_bytes(item.size_bytes, problem.alignment_bytes) for item in items], dtype=np.int64)
     starts = np.array([item.start for item in items], dtype=np.int64)
     ends = np.array([item.end for item in items], dtype=np.int64)
@@ -144,6 +202,7 @@ def _table(items: list[Item], problem: Problem) -> _Table:
         peak_at=int(moments[live.argmax()]),
         ceiling=lower_bound_bytes(problem),
         lists=(sizes.tolist(), starts.tolist(), ends.tolist()),
+        native=Placer(function, sizes, starts, ends) if function is not None else None,
     )
 
 
@@ -230,6 +289,8 @@ def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_St
 
 def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _Attempt:
     """Places all items in the strategy's order; gives up once the arena is no smaller than `give_up_at`."""
+    if table.native is not None:
+        return _place_natively(table, table.native, strategy, give_up_at)
     sizes, starts, ends = table.lists
     offsets = [0] * len(sizes)
     arena_bytes = 0
@@ -257,6 +318,25 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
         if give_up_at is not None and arena_bytes >= give_up_at:
             return _Attempt(None, arena_bytes, sticking_out, count + 1)
     return _Attempt(offsets, arena_bytes, sticking_out, len(sizes))
+
+
+def _place_natively(table: _Table, native: Placer, strategy: _Strategy, give_up_at: int | None) -> _Attempt:
+    offsets = np.zeros(len(table.sizes), dtype=np.int64)
+    pinned = np.fromiter(strategy.pinned, dtype=np.int64, count=len(strategy.pinned))
+    offsets[pinned] = list(strategy.pinned.values())
+    found = native.place(
+        np.array(strategy.order, dtype=np.int64),
+        pinned,
+        np.array(strategy.hangs, dtype=np.uint8),
+        offsets=offsets,
+        best_fit=strategy.best_fit,
+        ceiling=table.ceiling,
+        give_up_at=give_up_at,
+    )
+    gave_up = give_up_at is not None and found.arena_bytes >= give_up_at
+    return _Attempt(
+        None if gave_up else found.offsets.tolist(), found.arena_bytes, found.sticking_out.tolist(), found.placed
+    )
 
 
 class _PlacedColumns:

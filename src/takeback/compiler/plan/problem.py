@@ -73,12 +73,25 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class PlacingOrder:
+    """How offsets were found, for who has a problem of the same items with other sizes."""
+
+    name: str
+    items: tuple[ItemId, ...]  #: in the order in which they were placed
+    best_fit: bool
+    hangs: frozenset[ItemId]  #: from the ceiling
+    packed: bool  #: packs were put down before all else
+    arena_bytes: int  #: what it came to: as large an arena is there anyway
+
+
+@dataclass(frozen=True)
 class Solution:
     """An offset for every item of a problem; `order` names the greedy order that found it."""
 
     offsets: Mapping[ItemId, int]
     arena_bytes: int
     order: str
+    placing: PlacingOrder | None = None
 
 
 def aligned_bytes(size_bytes: int, alignment_bytes: int) -> int:

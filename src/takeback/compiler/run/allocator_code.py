@@ -244,7 +244,7 @@ def generate_for_allocator(
     emitter = _AllocatorEmitter(layout, poison, watched, landed)
     emitter.emit()
     names = emitter.names
-    everything = [*names.regions.values(), *names.lists.values(), *names.constants, *HELPERS]
+    everything = [*names.regions.values(), *names.lists.values(), *names.constants, *names.numbers, *HELPERS]
     everything += ["grad_mode", "look", "same_value", "changed"]
     lines = ["def factory(env):"]
     lines += [f"    {name} = env[{name!r}]" for name in everything]
@@ -261,7 +261,7 @@ def generate_for_allocator(
         compile(source, "<takeback step>", "exec"),
         {name: region for region, name in names.regions.items()},
         {name: members for members, name in names.lists.items()},
-        dict(names.constants),
+        {**names.constants, **names.numbers},
         emitter.crossing,
         emitter.surviving,
         tuple(emitter.lines),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ class ArenaExecutor(Executor):
         *,
         poison: bool = False,
         reducer: Reducer | None = None,
+        codes: dict[str, CodeType] | None = None,
     ) -> None:
         super().__init__(layout, reducer)
-        self.code: Code = generate(layout, poison=poison)
+        self.code: Code = generate(layout, poison=poison, codes=codes)
         self._arena = arena
         self._native = native
         self._cell = Cell()
@@ -143,7 +145,8 @@ class ArenaExecutor(Executor):
             replace(op, scratch=changed[position]) if position in changed else op
             for position, op in enumerate(self.program.ops)
         )
-        return lay_out(replace(self.layout.draft, program=replace(self.program, ops=ops)), near=self.layout)
+        draft = replace(self.layout.draft, program=replace(self.program, ops=ops))
+        return lay_out(draft, near=self.layout, like=self.layout.placed.placing)
 
 
 def _outline(scratch: Scratch) -> tuple[int, BufferId | None, bool]:

@@ -1,4 +1,4 @@
-"""Finds what this machine does in a second, once: about a second of small experiments, kept in the cache directory.
+"""Finds what this machine does in a second, once: less than a second of small experiments, kept in the cache directory.
 
 The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact. They are
 measured twice over; where the two halves disagree the machine is busy, and the table's row for it is taken instead
@@ -24,11 +24,13 @@ from takeback.compiler.program import Op, Program
 from takeback.compiler.run.rate_table import table_rates
 from takeback.options import open_cache
 
-_VERSION = 5
+_VERSION = 6
 _BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
 _SIDE = 1024
 _OPS = 300
-_TURNS = 12
+_MATHS_ELEMENTS = 2 << 20  #: an exponential function takes longer than its operand takes from memory
+_TURNS = (4, 8, 12)  #: after so many it is asked whether the halves agree
+_SURE = 1.1  #: two halves that differ by less need no more turns
 _STEADY = 1.3  #: two halves of the turns that differ by more than this factor were measured on a busy machine
 
 
@@ -120,7 +122,9 @@ class Experiment:
 def _general(device: str) -> dict[str, Experiment]:
     big = device != "cpu"
     noise = _noise(device)
-    x, y, z = (noise(_BYTES // 4) for _ in range(3))
+    x, y, z = (torch.ones(_BYTES // 4, device=device) for _ in range(3))
+    some = noise(_MATHS_ELEMENTS if not big else _BYTES // 4)
+    other = torch.empty_like(some)
     small = torch.ones(64, device=device)
     gelu = torch._C._nn.gelu  # the public one takes no out=; checked on 2.11 and 2.13
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -138,7 +142,7 @@ def _general(device: str) -> dict[str, Experiment]:
 
     return {
         "bytes": Experiment(lambda: torch.add(x, y, out=z), 3 * _BYTES),
-        "maths": Experiment(lambda: gelu(x, approximate="tanh", out=z), x.numel()),
+        "maths": Experiment(lambda: gelu(some, approximate="tanh", out=other), some.numel()),
         "op": Experiment(ops, _OPS),
         "convolution": Experiment(convolutions, 2 * image.numel() * (128 * 9 + 256)),
         "attention": Experiment(lambda: attend(q, q, q, is_causal=True), 2 * q.numel() * q.shape[2]),
@@ -161,17 +165,21 @@ def _halves(tried: Mapping[str, Experiment], device: str) -> dict[str, tuple[flo
     """The least time of each in the first and in the second half of the turns: whatever disturbs the machine makes
     times longer, for all alike."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    best = {name: [float("inf"), float("inf")] for name in tried}
-    for turn in range(_TURNS + 1):
+    times: dict[str, list[float]] = {name: [] for name in tried}
+    halves: dict[str, tuple[float, float]] = {}
+    for turn in range(_TURNS[-1] + 1):
         for name, each in tried.items():
             wait()
             start = time.perf_counter()
             each.run()
             wait()
             if turn:  # the first ones warm up
-                half = 2 * (turn - 1) // _TURNS
-                best[name][half] = min(best[name][half], time.perf_counter() - start)
-    return {name: (first, second) for name, (first, second) in best.items()}
+                times[name].append(time.perf_counter() - start)
+        if turn in _TURNS:
+            halves = {name: (min(taken[: turn // 2]), min(taken[turn // 2 :])) for name, taken in times.items()}
+            if all(max(pair) < _SURE * min(pair) for pair in halves.values()):
+                break
+    return halves
 
 
 def _from_table(device: str, dtypes: Iterable[torch.dtype], known: Rates | None) -> Rates:

@@ -15,7 +15,7 @@ import torch
 
 from takeback.compiler.capture.batch import map_tensors
 from takeback.compiler.capture.leaks import disarm_
-from takeback.compiler.capture.record_step import Capture, capture
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Plan
@@ -25,10 +25,11 @@ from takeback.compiler.run.replayed_step import Results, given_results
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import BesideEager, Run, advice, prove_recording, saved
 from takeback.errors import CaptureError, VerifyError
+from takeback.progress import Doing
 
 
 def record_microbatch(
-    recorded: RecordedStep, batch: Batch, micro: Microbatch, then: Callable[[Capture], None]
+    recorded: RecordedStep, batch: Batch, micro: Microbatch, then: Callable[[Capture, Plan | None], None]
 ) -> Results:
     """What eager gave. `then` makes the plan before anything is added: if it raises, the call is taken back."""
     recipe = recorded.recipe
@@ -38,14 +39,15 @@ def record_microbatch(
         if recorded.leave is not None:
             step.at_end(recorded.leave)
         step.compute()
-        got = capture(
-            recorded.subject, *batch, recording=recorded.recording, on_abort=step.on_abort, numbers=recorded.numbers
-        )
-        step.on_abort(got.rewind_)
-        with _accumulated_once(micro.parameters):
-            prove_recording(recipe, batch, got, recorded.measure, scaling=recorded.scaling)
+        got = recorded.capture(batch, step.on_abort)
+        sibling = recorded.sibling_of(got)
+        if recorded.is_new(got, sibling):
+            recorded.work.begin(Doing.PROVING)
+            with _accumulated_once(micro.parameters):
+                prove_recording(recipe, batch, got, recorded.measure, scaling=recorded.scaling)
+            recorded.work.begin(None)
         step.commit()
-        then(got)
+        then(got, sibling)
         found = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
         grads = {i: g.resolve_conj().resolve_neg() for i, g in found.items()}  # autograd may leave a flag
         micro.begin_()

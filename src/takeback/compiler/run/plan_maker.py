@@ -5,8 +5,10 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
-import dataclasses
+import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from types import CodeType
 
 import torch
 
@@ -20,12 +22,15 @@ from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
-from takeback.compiler.layout import Layout
+from takeback.compiler.layout import Layout, transient_bytes
+from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
+from takeback.compiler.passes.recompute import cut_short
 from takeback.compiler.passes.reduce import Sharing
-from takeback.compiler.planning import Planned, plan_within, settings_for
+from takeback.compiler.passes.siblings import knowing
+from takeback.compiler.planning import Planned, plan_within, settings_for, sums_up
 from takeback.compiler.program import Program
-from takeback.compiler.run import allocator
+from takeback.compiler.run import allocator, plan_file
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
@@ -34,14 +39,23 @@ from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.pending import Microbatch
-from takeback.compiler.run.plans import Plan
+from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
+from takeback.compiler.run.spent import Spent, watcher_for
 from takeback.compiler.run.transaction import Transaction
-from takeback.options import Options, cache_dir, compiler
+from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
+from takeback.progress import Doing, Work
 
+_WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
 _ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
+
+
+_EARLIER = (
+    "choices from the cache: what is rebuilt and where everything lies was decided by an earlier process for the same "
+    "step, and checked again"
+)
 
 
 class PlanMaker:
@@ -51,10 +65,13 @@ class PlanMaker:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
         self.device = subjects.device_of(recipe.model)
         on_cpu = self.device.type == "cpu"
+        self.work = Work("")  #: of the call that is being made: it is told what is being done
+        began = time.perf_counter()
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
+        self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
-        self.microbatch_recipe = dataclasses.replace(recipe, clip_norm=None, updates=False)
+        self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     @property
     def optimizers(self) -> Optimizers:
@@ -78,8 +95,10 @@ class PlanMaker:
             updates=updates,
         )
 
-    def recorded(self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace]) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced."""
+    def recorded(
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Sequence[Plan]
+    ) -> RecordedStep:
+        """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
         return RecordedStep(
             subject,
             self.recipe if subject.updates else self.microbatch_recipe,
@@ -91,6 +110,8 @@ class PlanMaker:
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
             numbers=numbers,
+            kin=kin,
+            work=self.work,
         )
 
     def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None = None) -> Program:
@@ -105,43 +126,104 @@ class PlanMaker:
     def plan(
         self,
         key: Hashable,
+        outline: Hashable,
         subject: Subject,
         got: Capture,
         leaves: Sequence[torch.Tensor],
+        sibling: Plan | None,
         micro: Microbatch | None = None,
     ) -> Plan:
-        """Of a recording; `micro`: of a call that adds its gradients to those that wait."""
-        finished = self._finished(subject, got, leaves, micro)
+        """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
+        taken over, if they are as good here."""
+        family = sibling.family if sibling is not None else Family()
+        self.work.begin(Doing.RECORDING)  # of the update
+        finished = self._finished(subject, got, leaves, micro, family.pattern)
+        if family.pattern is not None:
+            finished = replace(finished, program=knowing(finished.program, family.pattern.executor.program))
         sharing = self.group.sharing if self.group is not None and micro is None else None
-        planned = self.lay_out(finished, self.options, sharing)
-        return Plan(
+        planned, searched = self._laid_out_like(finished, family.pattern, sharing)
+        numbers = numbers_of(planned.layout.draft.program)
+        self.work.begin(Doing.WRITING)
+        plan = Plan(
             key=key,
+            outline=outline,
+            recorded=got.program,
+            kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
+            family=family,
+            is_sibling=not searched,
+            rehearsals=0 if searched else 1,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
-            executor=self.executor(planned.layout),
+            executor=self.executor(planned.layout, family.codes),
             aux_form=got.aux_form,
             has_aux=got.has_aux,
             names=_names(subject),
-            step_s=planned.step_s,
-            added_s=planned.added_s,
-            numbers=numbers_of(planned.layout.draft.program),
+            planned=planned,
+            numbers=numbers,
             aside=got.aside,
             held=got.held,
-            notes=got.notes if micro is None else (*got.notes, _ADDS),
+            notes=(
+                *got.notes,
+                *((_ADDS,) if micro is not None else ()),
+                *((_EARLIER,) if planned.from_earlier else ()),
+            ),
         )
+        self.work.begin(None)
+        plan.spent = Spent.of(self.work.seconds)
+        if searched and plan.kin is not None:
+            family.pattern = plan
+        return plan
 
-    def lay_out(self, finished: Finished, options: Options, sharing: Sharing | None = None) -> Planned:
-        """A finished program, planned. `sharing`: its gradients are averaged over a group."""
+    def _laid_out_like(self, finished: Finished, pattern: Plan | None, sharing: Sharing | None) -> tuple[Planned, bool]:
+        """With what was chosen for a plan of other shapes, or else by a search of its own, and whether it was that."""
+        if pattern is not None:
+            planned = self.lay_out(finished, self.options, sharing, pattern.executor.layout)
+            if self.options.memory == "keep" or _as_good(planned.layout, finished.program, pattern):
+                return planned, False
+        return self.lay_out(finished, self.options, sharing), True
+
+    def lay_out(
+        self, finished: Finished, options: Options, sharing: Sharing | None = None, sibling: Layout | None = None
+    ) -> Planned:
+        """A finished program, planned. `sharing`: its gradients are averaged over a group. `sibling`: of other shapes,
+        whose choices are taken over."""
+        self.work.begin(Doing.MEASURING)
         seconds = cost_of(finished.program)
         settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+            finished.program,
+            options,
+            seconds,
+            home=self.home,
+            sharing=sharing,
+            progress=self.work.tell,
+            notes=seconds.notes,
         )
         if finished.adds is not None:  # each gradient is added as soon as it is complete
-            settings = dataclasses.replace(settings, early=True)
-        return plan_within(finished.program, finished.kept, options, settings)
+            settings = replace(settings, early=True)
+        kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
+        key = plan_file.key_of(finished, options, seconds, self.home) if kept_file and keeps_plans() else None
+        earlier = plan_file.read(open_cache(), key) if key is not None else None
+        watch = watcher_for(self.work)
+        planned = plan_within(
+            finished.program, finished.kept, options, settings, watch=watch, sibling=sibling, earlier=earlier
+        )
+        return replace(planned, file_key=key)
+
+    def remember_(self, plan: Plan) -> None:
+        """For another process, once replays have shown what ops ask for. What the clock had a part in is not kept."""
+        planned, layout = plan.planned, plan.executor.layout
+        if planned.file_key is None or (planned.from_earlier and layout is planned.layout):
+            return
+        if not cut_short(layout.draft.notes):
+            plan_file.keep_(open_cache(), planned.file_key, planned.unrehearsed, layout)
 
     def _finished(
-        self, subject: Subject, got: Capture, leaves: Sequence[torch.Tensor], micro: Microbatch | None
+        self,
+        subject: Subject,
+        got: Capture,
+        leaves: Sequence[torch.Tensor],
+        micro: Microbatch | None,
+        pattern: Plan | None,
     ) -> Finished:
         if micro is not None:
             return finish_microbatch(
@@ -153,19 +235,36 @@ class PlanMaker:
             self.optimizers,
             subject.parameters,
             subject.names,
-            own_steps=why_own_steps(self.optimizers, self.scaling),
+            own_steps=self._why_own_steps(pattern),
             one_by_one=options.update == "early",
             keep_grads=options.keep_grads,
             scaling=self.scaling,
         )
 
-    def executor(self, layout: Layout) -> Executor:
-        """Of a layout, on this step's device."""
+    def _why_own_steps(self, sibling: Plan | None) -> tuple[str | None, ...]:
+        """What was found of the optimizers holds for a sibling: they are watched."""
+        if sibling is None or sibling.finished.awaits_state:
+            return why_own_steps(self.optimizers, self.scaling)
+        known = {own.position: own.reason for own in sibling.finished.own_steps}
+        return tuple(known.get(i) for i in range(len(self.optimizers.members)))
+
+    def executor(self, layout: Layout, codes: dict[str, CodeType] | None = None) -> Executor:
+        """Of a layout, on this step's device. `codes` are those of its siblings, by source."""
         sends = layout.program.flags is not None
         reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
             return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer)
+        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer, codes=codes)
+
+
+def _as_good(layout: Layout, recorded: Program, pattern: Plan) -> bool:
+    """Whether a choice that was made for other shapes saves as large a part of eager's peak for these. For smaller ones
+    it is enough to need no more than those: the largest batch decides how much memory the training takes."""
+    here, there = transient_bytes(layout), transient_bytes(pattern.executor.layout)
+    if here <= there and sums_up(recorded) <= sums_up(pattern.original):
+        return True
+    share = there / max(1, pattern.eager_bytes)
+    return here <= eager_peak(recorded).transient_bytes * share * (1 + _WORSE)
 
 
 def _names(subject: Subject) -> tuple[str, ...]:
@@ -180,4 +279,4 @@ def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> C
     if program is None:
         return None
     got.assumptions.leave_out_(numbers, got.trace.values)
-    return dataclasses.replace(got, program=program)
+    return replace(got, program=program)

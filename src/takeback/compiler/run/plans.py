@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any, overload
 
 import torch
@@ -15,14 +16,30 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.finish import Finished
+from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.planning import Planned
 from takeback.compiler.program import Number, Op, Program
+from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
+from takeback.compiler.run.spent import Spent
 from takeback.errors import CaptureError
+
+_IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
+_MOST_MISSES = 8
+
+
+@dataclass
+class Family:
+    """What siblings have in common: plans of one step for batches of different shapes."""
+
+    replays: int = 0  #: of all of them
+    codes: dict[str, CodeType] = field(default_factory=dict)  #: compiled, by source
+    pattern: Plan | None = None  #: whose choices the others have: of the largest batch for which some were searched
 
 
 @dataclass
@@ -30,14 +47,18 @@ class Plan:
     """One recorded and planned step, and what must be the same for it to be used."""
 
     key: Hashable
+    outline: Hashable  #: the key less shapes
+    recorded: Program  #: before the update was written into it
     watch: Watch
     finished: Finished
     executor: Executor
     aux_form: Any  #: aux with an `AuxSlot` for every tensor
     has_aux: bool
     names: tuple[str, ...]  #: of the parameters
-    step_s: float  #: predicted, without rebuilding
-    added_s: float
+    planned: Planned
+    kin: Kin | None = None  #: for the recording of a sibling
+    family: Family = field(default_factory=Family)
+    is_sibling: bool = False  #: its choices are those of another plan
     aside: Aside = field(default_factory=Aside)
     held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes: the program's last aux go there
     notes: tuple[str, ...] = ()  #: of the recording
@@ -45,14 +66,33 @@ class Plan:
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
     replays: int = 0
+    used_at: int = 0  #: the call in which it was
     right_at: int = 0  #: the replay that was last compared with eager
     numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
+    made_for: str = ""  #: the batch it was recorded with, in words
+    spent: Spent = field(default_factory=Spent)  #: on making it
+
+    @property
+    def is_proved(self) -> bool:
+        """Of siblings one is enough: the same kernels in the same order, each in bytes that were checked."""
+        pattern = self.family.pattern
+        return self.proved or (self.is_sibling and pattern is not None and pattern.proved)
 
     @property
     def original(self) -> Program:
         """As it was recorded, before the passes."""
         return self.finished.program
+
+    @property
+    def step_s(self) -> float:
+        """Predicted, without rebuilding."""
+        return self.planned.step_s
+
+    @property
+    def added_s(self) -> float:
+        """What rebuilding is predicted to add."""
+        return self.planned.added_s
 
     @property
     def update(self) -> Updates | None:
@@ -78,11 +118,13 @@ class Plan:
 
 
 class PlanCache(Sequence[Plan]):
-    """At most `most` plans, most recently used first."""
+    """At most `most` plans, or as many as memory allows, most recently used first."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self.last: Plan | None = None  #: the one used last, also after it was dropped
-        self._most = most
+        self.dropped = 0  #: for want of room
+        self._given = most
+        self._calls = 0
         self._plans: tuple[Plan, ...] = ()  # replaced as a whole: Ctrl-C may come at any time
         self._misses = 0  #: recordings in a row because no plan had the values that the step read into Python
 
@@ -97,6 +139,24 @@ class PlanCache(Sequence[Plan]):
 
     def __len__(self) -> int:
         return len(self._plans)
+
+    @property
+    def most(self) -> int:
+        """How many there may be."""
+        if self._given is not None:
+            return self._given
+        return plans_that_fit(max((len(plan.original.ops) for plan in self._plans), default=1))
+
+    def of_outline(self, outline: Hashable) -> tuple[Plan, ...]:
+        """The plans for batches that differ from one another in their shapes alone."""
+        return tuple(plan for plan in self._plans if plan.outline == outline)
+
+    def has_room(self) -> bool:
+        """Whether a plan can be added without dropping one that is in use: one that has come up among the last few
+        calls for each plan there is."""
+        if len(self._plans) < self.most:
+            return True
+        return self._calls - self._plans[-1].used_at > _IN_USE * len(self._plans)
 
     def under(self, key: Hashable) -> tuple[Plan, ...]:
         """The plans for batches of this key. Whether one applies is asked when its turn comes: a trial of the one
@@ -113,8 +173,19 @@ class PlanCache(Sequence[Plan]):
                 return plan, numbers
         return None, ()
 
+    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan, ...]:
+        """Of those for other shapes one of each family, the one used last, if nothing else has changed since it was
+        made."""
+        found: dict[int, Plan] = {}
+        for plan in self.of_outline(outline):
+            if id(plan.family) not in found and plan.kin is not None and plan.change(leaves) is None:
+                found[id(plan.family)] = plan
+        return tuple(found.values())
+
     def add_(self, plan: Plan) -> None:
-        self._plans = (plan, *self._plans)[: self._most]
+        plans = (plan, *self._plans)
+        plan.used_at = self._calls = self._calls + 1
+        self._plans, self.dropped = plans[: self.most], self.dropped + len(plans[self.most :])
         self.last = plan
 
     def used_(self, plan: Plan) -> None:
@@ -122,6 +193,7 @@ class PlanCache(Sequence[Plan]):
         if self._plans[0] is not plan:
             self._plans = (plan, *(p for p in self._plans if p is not plan))
         self.last = plan
+        plan.used_at = self._calls = self._calls + 1
         self._misses = 0
 
     def drop_(self, plan: Plan) -> None:
@@ -131,7 +203,7 @@ class PlanCache(Sequence[Plan]):
         """No plan had the value that `op` read into Python. Raises where that keeps happening: each step is right, but
         none is ever compiled."""
         self._misses += 1
-        if self._misses >= self._most:
+        if self._misses >= min(self.most, _MOST_MISSES):
             where = op.site.describe() if op.site else "an unknown line"
             raise CaptureError(
                 f"the step reads a tensor into Python at {where}, and the value was a new one {self._misses} "

@@ -5,21 +5,24 @@ the user's objects change, then a plan is made of the recording. All of it is on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
+from takeback.compiler.passes.siblings import are_siblings
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
 from takeback.errors import CaptureError, PlanError
+from takeback.progress import Doing, Work
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,12 @@ class RecordedStep:
     revocable: bool
 
     numbers: Sequence[NumberPlace] = ()  #: to be traced
+    kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
+    work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
-    def run(self, batch: Batch, then: Callable[[Capture], None], *, keep_grads: bool) -> Results:
-        """What eager gave. `then` is called after the commit: if it raises, the step is
-        taken back where it is revocable, and stays where it is not."""
+    def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
+        """What eager gave. `then` is called after the commit, with the recording and the plan of which it is a sibling:
+        if it raises, the step is taken back where it is revocable, and stays where it is not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
         with Transaction() as step:
             if self.revocable:
@@ -53,9 +58,12 @@ class RecordedStep:
             if self.leave is not None:
                 step.at_end(self.leave)
             step.compute()
-            got = capture(self.subject, *batch, recording=self.recording, on_abort=step.on_abort, numbers=self.numbers)
-            step.on_abort(got.rewind_)
-            prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+            got = self.capture(batch, step.on_abort)
+            sibling = self.sibling_of(got)
+            if group is not None or self.is_new(got, sibling):  # a group wants gradients as they are before clipping
+                self.work.begin(Doing.PROVING)
+                prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+                self.work.begin(None)
             norm = got.grad_norm
             if group is not None:
                 group.average_grads_(in_one_piece=self.in_one_piece)
@@ -70,12 +78,30 @@ class RecordedStep:
             if not self.revocable:
                 step.done()
             try:
-                then(got)
+                then(got, sibling)
             except CaptureError as error:  # which says of a step that it was not made
                 raise PlanError(f"the step was made, but no plan of it: {error}") from error
             if not keep_grads:
                 recipe.drop_grads_()
         return Results(got.loss.clone(), got.aux, got.has_aux, norm)
+
+    def capture(self, batch: Batch, on_abort: Callable[[Callable[[], None]], None]) -> Capture:
+        """The recording itself."""
+        kin = self.kin[0].kin if self.kin else None
+        self.work.begin(Doing.RECORDING)
+        got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
+        on_abort(got.rewind_)
+        self.work.begin(None)
+        return got
+
+    def sibling_of(self, got: Capture) -> Plan | None:
+        """The plan for other shapes that calls the same ops."""
+        return next((plan for plan in self.kin if are_siblings(plan.recorded, got.program)), None)
+
+    def is_new(self, got: Capture, sibling: Plan | None) -> bool:
+        """Whether it is still to be shown that these ops give the same bits each time, and while they are recorded. On
+        a GPU a kernel may use atomics for some sizes only."""
+        return sibling is None or got.program.device_type != "cpu"
 
     def _snapshot(self) -> Snapshot:
         held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()

@@ -1,0 +1,1 @@
+"""C++ of planning, compiled into the cache when it is first needed."""

@@ -1,0 +1,70 @@
+"""Decides whether a batch of new shapes gets a plan of its own, or runs plainly in eager this time.
+
+A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So what
+plans take is earned first: once there are two, a further one is made when steps have taken as long as all plans before
+it. In all, a training never takes more than twice its time plus a plan.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+
+from takeback.compiler.capture.site import level_of_user
+
+_FREE = 2  #: plans of one step for different shapes that need not be earned: the batch, and the last one of an epoch
+_BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
+_SHARE_OF_MEMORY = 0.02
+_FEWEST = 8
+
+NOT_EARNED = "their shapes are new, and steps have not taken as long yet as the plans that were made"
+NO_ROOM = "their shapes are new, and all plans that there is room for (max_plans) are in use"
+
+
+@dataclass
+class Earnings:
+    """Of one compiled step. `explicit`: the user has said how many plans he wants, and gets them at once."""
+
+    explicit: bool
+    steps_s: float = 0.0
+    plans_s: float = 0.0
+    _warned: bool = False
+
+    def spent_(self, seconds: float, *, on_plan: bool) -> None:
+        """A call is over."""
+        if on_plan:
+            self.plans_s += seconds
+        else:
+            self.steps_s += seconds
+
+    def waits(self, siblings: int, *, has_room: bool) -> str | None:
+        """Why a batch of new shapes, of which there are so many other plans, is not planned; None if it is."""
+        if not siblings:
+            return None
+        if not has_room:
+            return NO_ROOM
+        if self.explicit or siblings < _FREE or self.plans_s <= self.steps_s:
+            return None
+        return NOT_EARNED
+
+    def warn_(self, varies: str, plans: int) -> None:
+        """Once: there are more shapes than plans."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"there are {plans} plans and no room for more (max_plans), and batches of new shapes keep coming: "
+                f"{varies}. Steps without a plan run plainly in eager, with eager's memory; step.counts says how many. "
+                f"Pad to few lengths (takeback.bucket), or raise max_plans.",
+                RuntimeWarning,
+                stacklevel=level_of_user(),
+            )
+
+
+def plans_that_fit(ops: int) -> int:
+    """How many plans of so many ops this machine's memory allows."""
+    try:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # no such machine
+        return 64
+    return max(_FEWEST, int(memory_bytes * _SHARE_OF_MEMORY) // (_BYTES_PER_OP * max(1, ops)))
