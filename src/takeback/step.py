@@ -254,6 +254,7 @@ class CompiledStep:
         else:
             results = plain_microbatch(self._recipe, batch, micro)
         self._unplanned.ran_plainly_(reason)
+        self._plans.passed_()
         self.grad_norm = results.grad_norm
         return results.returned
 
@@ -341,7 +342,7 @@ class CompiledStep:
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
         kin = self._plans.kin(outline, leaves) if older is None else ()
-        if not kin:
+        if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
@@ -404,6 +405,7 @@ class CompiledStep:
                 work.begin(Doing.PROVING)
                 out = replay.beside_a_step()
             plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
+            plan.family.proved |= plan.proved
             return out
         try:
             return replay.beside_a_forward()
