@@ -22,8 +22,8 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan", "layout", "planning", "run", "explain")
 TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "__init__")
 COMPILER = (*STAGES, *TOP)
-EAGER = ("nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
-GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel")
+EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
+GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
 PARTS = (*COMPILER, *EAGER, *GROUND)
 
 # Of COMPILER, what each part may import besides itself: planning never knows executors or reports.

@@ -1,6 +1,6 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner."""
 
-from takeback import nn, optim
+from takeback import bucket, nn, optim
 from takeback.compiler.explain.report import Report
 from takeback.errors import (
     BorrowError,
@@ -45,6 +45,7 @@ __all__ = [
     "VerifyError",
     "Workspace",
     "WorkspaceError",
+    "bucket",
     "compile_step",
     "guard",
     "largest_batch",

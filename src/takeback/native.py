@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from takeback.cache import Cache
+from takeback.progress import Doing, Work
 
 Library = TypeVar("Library")
 
@@ -41,7 +42,9 @@ def load(
             pass  # evicted just now, or built where other libraries are: built anew below
     with tempfile.TemporaryDirectory(prefix="takeback-") as folder:
         built = Path(folder) / f"{source.stem}.so"
-        _compile([compiler, str(source), "-o", str(built), *flags])
+        with Work(f"{source.name}, once") as work:
+            work.begin(Doing.COMPILING)
+            _compile([compiler, str(source), "-o", str(built), *flags])
         kept = cache.path_of("native", key) if cache.write("native", key, built.read_bytes()) else None
         if kept is not None:
             try:

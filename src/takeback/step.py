@@ -13,25 +13,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import outline_of, take_apart
+from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
+from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
     MicrobatchBesideEager,
@@ -51,6 +54,7 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import CaptureError, StalePlanError
 from takeback.options import Options
+from takeback.progress import Doing, Work
 
 
 def compile_step(
@@ -157,7 +161,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._update = PendingUpdate(self._maker)
+        self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
@@ -275,24 +279,41 @@ class CompiledStep:
         if plan is None:
             why = self.counts.describe() or "run the step once"
             raise CaptureError(f"there is no plan to report on yet: {why}.")
-        group = self._group.describe() if self._group is not None else ""
+        plans = (plan, *(p for p in self._plans if p is not plan))
         return build_report(
             plan.executor.layout,
             plan.original,
-            plan.executor.describe(
-                keep_grads=self.options.keep_grads and plan.finished.adds is None,
-                group=group,
-                measured=plan.rehearsals > 0,
-            ),
+            self._execution(plan),
             own_steps=plan.finished.own_steps,
             skipped=plan.skipped,
             unsampled=plan.unsampled,
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
-            notes=plan.notes,
-            state_bytes=self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0,
+            notes=(*plan.notes, *self._update_notes(plan)),
+            state_bytes=self._state_bytes(plan),
+            plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
+            loading_s=self._maker.loading_s,
         )
+
+    def _execution(self, plan: Plan) -> Execution:
+        return plan.executor.describe(
+            keep_grads=self.options.keep_grads and plan.finished.adds is None,
+            group=self._group.describe() if self._group is not None else "",
+            measured=plan.rehearsals > 0,
+        )
+
+    def _state_bytes(self, plan: Plan) -> int:
+        return self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0
+
+    def _work(self, what: str) -> Work:
+        """Something that may be long; of a group's ranks one says so on its terminal."""
+        work = self._maker.work = Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
+        return work
+
+    def _update_notes(self, plan: Plan) -> Iterator[str]:
+        if plan.finished.adds is not None and self._update.describe():
+            yield self._update.describe()
 
     # -- a new plan --------------------------------------------------------------------------------------------
 
@@ -318,21 +339,26 @@ class CompiledStep:
         self._derived = subject.derived
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
-        kin = self._plans.kin(outline, leaves) if older is None else None
-        if kin is None:
+        kin = self._plans.kin(outline, leaves) if older is None else ()
+        if not kin:
             self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            self._plans.add_(self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro))
+            with collector_paused():
+                plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
+            plan.made_for = made_for
+            self._plans.add_(plan)
 
-        recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
-        if micro is None:
-            results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
-        else:
-            results = record_microbatch(recorded, batch, micro, then=add_)
+        made_for = batch_in_words(batch)
+        with self._work(f"new plan for {made_for}"):
+            recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
+            if micro is None:
+                results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+            else:
+                results = record_microbatch(recorded, batch, micro, then=add_)
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
@@ -370,7 +396,12 @@ class CompiledStep:
             record=functools.partial(self._maker.program_now, batch, leaves, micro),
         )
         if due:
-            return replay.beside_a_step()
+            new = not plan.is_proved
+            with self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay") as work:
+                work.begin(Doing.PROVING)
+                out = replay.beside_a_step()
+            plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
+            return out
         try:
             return replay.beside_a_forward()
         except StalePlanError:

@@ -7,9 +7,11 @@ from functools import cache
 
 from takeback import compile_step, zoo
 from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.plans import PlanAccount
 from takeback.compiler.explain.report import Measured, Report
 from takeback.compiler.passes.draft import Refusal
 from takeback.compiler.program import BufferId, Site
+from takeback.compiler.run.spent import Spent
 
 MIB = 1 << 20
 
@@ -54,6 +56,11 @@ def fixed_report() -> Report:
         step_s=0.2,
         added_s=0.005,
         rebuilt_ops=1,
+        plans=(
+            PlanAccount("input_ids 16x128, labels 16", 9 * MIB, Spent(1.23, 0.5, 2.0, 100.4, 12.34, 0.04), 1234, "yes"),
+            PlanAccount("7x128, 7", 900 * MIB, Spent(recording_s=0.3), 0, "no"),
+        ),
+        loading_s=9.06,
         torch_version="2.0",
     )
 
@@ -69,6 +76,7 @@ def planted(text: str) -> Report:
         resident={text: 1},
         eager_peak_at=text,
         notes=(text,),
+        plans=tuple(dataclasses.replace(plan, made_for=text) for plan in report.plans),
         torch_version=text,
     )
 

@@ -133,3 +133,11 @@ def test_page_of_a_gpt_shows_what_is_rebuilt() -> None:
 def test_page_says_what_rebuilding_costs() -> None:
     assert "2.5 % more time, predicted" in as_html(fixed_report())
     assert "run again" not in as_html(dataclasses.replace(fixed_report(), rebuilt_ops=0))
+
+
+def test_page_has_a_table_of_the_plans_with_their_seconds() -> None:
+    page = as_html(fixed_report())
+    assert "<h2>Plans</h2>" in page
+    assert "<td>input_ids 16x128, labels 16</td><td class=right>9.00 MiB</td><td class=right>1.2</td>" in page
+    assert "native code 9.1 s, measuring this machine 2.0 s" in page
+    assert "<h2>Plans</h2>" not in as_html(dataclasses.replace(fixed_report(), plans=()))

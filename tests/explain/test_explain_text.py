@@ -14,7 +14,15 @@ from torch import nn
 
 from takeback import compile_step, predict, zoo
 from takeback.compiler.explain.ledger import Entry, Fate
-from takeback.compiler.explain.text import IN_UPDATE, at_peak, peak_position, refusal_groups, short_line, show_bytes
+from takeback.compiler.explain.text import (
+    IN_UPDATE,
+    at_peak,
+    peak_position,
+    refusal_groups,
+    short_batch,
+    short_line,
+    show_bytes,
+)
 from takeback.compiler.ownership.facts import Refused
 from takeback.compiler.passes.draft import Overwrites
 
@@ -45,6 +53,12 @@ allocations per step                 2    1 returned, 1 inside ops
 copied per step               1.00 MiB
 run again per step                1 op    2.5 % more time, predicted
 eager peaks in relu at train.py:66; 3 ops in the plan
+
+-- Plans, and the seconds that making each took --------------------------------
+for                       peak record choose  place  write  prove replays proved
+16x128, 16            9.00 MiB    1.2    100   12.3    0.0    0.5   1,234    yes
+7x128, 7            900.00 MiB    0.3    0.0    0.0    0.0    0.0       0     no
+once, and then in the cache: native code 9.1 s, measuring this machine 2.0 s
 
 -- Fates -----------------------------------------------------------------------
 fate          values       bytes
@@ -206,3 +220,59 @@ def test_bytes_have_sensible_units(size: int, text: str) -> None:
 @pytest.mark.parametrize("line", ["/a/b/file.py:66", r"C:\a\file.py:66", "file.py:66"])
 def test_a_line_is_shown_without_its_folder(line: str) -> None:
     assert short_line(line) == "file.py:66"
+
+
+# -- the plans of a step -------------------------------------------------------------------------------------------
+
+
+def test_a_step_accounts_for_each_of_its_plans_the_last_used_first() -> None:
+    model = nn.Linear(6, 2)
+    step = compile_step(model, lambda m, x, y: (m(x) - y).square().mean(), torch.optim.SGD(model.parameters()))
+    for rows in (4, 8, 4, 4):
+        step(torch.randn(rows, 6), torch.randn(rows, 2))
+    small, large = step.report().plans
+    assert (small.made_for, small.replays, small.proved) == ("4x6, 4x2", 2, "yes")
+    assert (large.made_for, large.replays, large.proved) == ("8x6, 8x2", 0, "family")
+    assert small.peak_bytes == step.report().peak_bytes < large.peak_bytes
+    for plan in (small, large):
+        spent = plan.spent
+        assert min(spent.recording_s, spent.choosing_s, spent.placing_s, spent.writing_s) > 0
+        assert (spent.proving_s > 0) == (plan is small), "of siblings one is enough"
+    text = str(step.report())
+    assert re.search(r"^4x6, 4x2 +\d+.* 2    yes$", text, re.MULTILINE)
+    assert re.search(r"^8x6, 8x2 +\d+.* 0 family$", text, re.MULTILINE)
+    assert "proving_s" in step.report().to_json()
+
+
+def test_proving_counts_the_first_replays_and_no_later_ones() -> None:
+    model = nn.Linear(6, 2)
+    step = compile_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()), verify_every=1)
+    x = torch.randn(4, 6)
+    step(x)
+    recorded = step.report().plans[0].spent
+    while step.report().plans[0].proved == "no":
+        step(x)
+    proved = step.report().plans[0].spent
+    assert proved.proving_s > recorded.proving_s
+    assert proved == dataclasses.replace(recorded, proving_s=proved.proving_s)
+    step(x)
+    assert step.report().plans[0].spent == proved
+
+
+def test_a_prediction_has_no_plans_to_show() -> None:
+    model = nn.Linear(6, 2)
+    report = predict(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()), torch.randn(4, 6))
+    assert report.plans == ()
+    assert "-- Plans" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("made_for", "short"),
+    [
+        ("16x128, 16", "16x128, 16"),
+        ("input_ids 16x128, attention_mask 16x128, labels 16", "16x128, 16"),
+        ("x 4x6, scale 0.5", "x 4x6, scale 0.5"),
+    ],
+)
+def test_a_batch_that_is_too_long_for_its_column_keeps_its_shapes(made_for: str, short: str) -> None:
+    assert short_batch(made_for, 19) == short

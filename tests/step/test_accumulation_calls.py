@@ -148,6 +148,7 @@ def test_a_scaler_skips_the_update_by_the_sum(make: Callable[[nn.Module], Optimi
         inf = torch.tensor(float("inf") if n in (0, 3) else 1.0)
         twins.accumulate([(x, inf), (x + 1, torch.tensor(0.5)), (x, torch.tensor(2.0))])
     assert twins.scalers[0].get_scale() == 2.0**8
+    assert not twins.step._update.plans[0].executor.written_leaves, "the gradients are copied, to be put back"
 
 
 def test_a_plain_microbatch_and_a_planned_one_add_up() -> None:
@@ -228,21 +229,69 @@ def test_half_precision_and_channels_last() -> None:
     assert len(twins.step._plans) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_a_first_gradient_keeps_its_zeros_nans_and_infinities(dtype: torch.dtype) -> None:
+    """Where nothing waits yet, a gradient is what eager's is, to the sign of its zeros."""
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.tensor([1.0, -1.0, 2.0, 3.0, 4.0], dtype=dtype))
+        return model
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        product = -(model.weight * x)
+        return (torch.view_as_real(product) if product.is_complex() else product).sum()
+
+    twins = Twins(build=build, loss_fn=loss_fn, make=lambda m: torch.optim.SGD(m.parameters(), lr=0.0))
+    x = torch.tensor([0.0, -0.0, torch.inf, torch.nan, 1e-40], dtype=dtype)
+    for _ in range(4):
+        twins.add((x,))
+        signs = [torch.signbit(g.weight.grad.real[:2]).tolist() for g in twins.models]
+        assert signs[0] == signs[1]
+        assert True in signs[0]
+        twins.add((x,))
+        for model in twins.models:
+            model.zero_grad()
+
+
+def test_what_is_added_counts_as_written() -> None:
+    twins = Twins()
+    for batch in words([5] * 4):
+        twins.add(batch)
+    grad = twins.models[0].mix.weight.grad
+    before = grad._version
+    twins.add(words([5])[0])
+    assert grad._version > before
+    counted = twins.models[0].mix.weight._version
+    twins.add(words([5])[0])
+    assert twins.models[0].mix.weight._version == counted, "a microbatch does not write parameters"
+
+
+def test_parameters_that_were_given_other_memory() -> None:
+    twins = Twins()
+    for n in range(6):
+        twins.accumulate(words([5, 5], first=10 * n))
+        if n % 2:
+            for model in twins.models:
+                for p in model.parameters():
+                    p.data = p.data.clone()
+
+
 def test_the_update_is_a_plan_and_is_replayed() -> None:
     twins = Twins(options={"clip_norm": 0.5})
     plans = []
     for n in range(4):
         twins.accumulate(words([5, 5], first=10 * n), divide=2 + n)
-        plans.append(twins.step._update.plan)
-    assert plans[0] is not None
-    assert plans[3].finished is plans[0].finished
+        plans.append(twins.step._update.plans[0])
+    assert plans[3] is plans[0]
     assert plans[3].executor.counters.misses == 0
+    assert "the update is a plan of its own" in str(twins.step.report())
     twins.optimizers[0].param_groups[0]["lr"] = twins.optimizers[1].param_groups[0]["lr"] = 0.5
     twins.accumulate(words([5, 5]), divide=2)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["weight_decay"] = 0.0  # another update
     twins.accumulate(words([5, 5]), divide=2)
-    assert twins.step._update.plan.finished is not plans[0].finished
+    assert twins.step._update.plans[0] is not plans[0]
     for optimizer in twins.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())  # other tensors
     twins.accumulate(words([5, 5]), divide=2)
@@ -283,7 +332,7 @@ def test_gradients_are_there_once_and_the_plan_serves_everything_else() -> None:
         step(x, update=False)
         step(x, update=False)
         step(x)
-    for executor in (step._last.executor, step._update.plan.executor):
+    for executor in (step._last.executor, step._update.plans[0].executor):
         assert (executor.counters.misses, executor.counters.passed, executor.counters.landed) == (0, 0, 0)
     report = step.report()
     gradients = sum(p.numel() * 4 for p in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,7 +118,7 @@ def test_ctrl_c_after_the_first_addition_waits_for_the_end_of_the_call() -> None
     twins.eager_update()
     twins.models[1].zero_grad()
     twins.compare("after Ctrl-C in a call with the update")
-    update = twins.step._update.plan.executor
+    update = twins.step._update.plans[0].executor
     twins.add(words([5])[0])
     trap = Trap(update, len(update.program.ops) // 2, press_ctrl_c)
     with pytest.raises(KeyboardInterrupt):
@@ -214,6 +215,92 @@ def test_a_wrong_plan_is_found_by_its_first_replay_and_the_call_is_taken_back() 
     trap.remove()
     assert_same(everything(twins), before, "taken back")
     twins.last(words([5])[0])
+
+
+class _Late(torch.autograd.Function):
+    """Raises in the backward, when it is told to."""
+
+    fails = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        if _Late.fails:
+            raise ValueError("late")
+        return grads[0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_plain_microbatch_that_fails(late: bool) -> None:
+    """Its forward changes no gradient. Its backward has added some: all are dropped."""
+
+    def loss_fn(model: nn.Module, x: Tensor, keep: Tensor) -> Tensor:
+        if _Late.fails and not late:
+            raise ValueError("early")
+        return model[1](_Late.apply(model[0](x)))[keep].sum()  # a size that depends on the data
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+    step = tb.compile_step(model, loss_fn, momentum(model), unplanned="eager", memory="keep")
+    x = torch.randn(6, 4)
+    with pytest.warns(RuntimeWarning, match="runs plainly"):
+        step(x, x[:, :3] > 0, update=False)
+    before = {n: g.clone() for n, g in gradients_of(model).items()}
+    assert len(before) == 4
+    _Late.fails = True
+    try:
+        with pytest.raises(ValueError, match="late" if late else "early") as error:
+            step(x, x[:, :3] > 0, update=False)
+    finally:
+        _Late.fails = False
+    assert_same(gradients_of(model), {} if late else before)
+    assert bool(getattr(error.value, "__notes__", ())) is late
+
+
+def test_a_plan_out_of_reach_and_a_stale_one_leave_what_waits() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    cell = (ctypes.c_double * 1)(1.0)
+    read = ctypes.CFUNCTYPE(ctypes.c_double)(lambda: cell[0])
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean() * read()
+
+    x = torch.randn(8, 4)
+    step = tb.compile_step(model, loss_fn, momentum(model), memory="200B")
+    with pytest.raises(tb.MemoryTargetError):
+        step(x, update=False)
+    assert gradients_of(model) == {}
+    step = tb.compile_step(model, loss_fn, momentum(model), memory="keep")
+    for _ in range(10):
+        step(x, update=False)
+    cell[0] = 3.0
+    before = {n: g.clone() for n, g in gradients_of(model).items()}
+    with pytest.raises(tb.StalePlanError, match=r"is given 3\.0 where it was 1\.0"):
+        step(x, update=False)  # the tenth replay is compared with eager's forward
+    assert_same(gradients_of(model), before)
+    step(x, update=False)
+    step.update()
+
+
+def test_a_wrong_update_is_found_where_every_step_is_compared() -> None:
+    twins = Twins(options={"verify_every": 1, "clip_norm": 0.5})
+    for n in range(3):
+        twins.accumulate(words([5, 5], first=10 * n))
+    for batch in words([5, 5]):
+        twins.add(batch)
+    executor = twins.step._update.plans[0].executor
+    trap = Trap(executor, len(executor.program.ops) - 1, lambda: twins.models[0].mix.weight.data.mul_(1.0001))
+    with pytest.raises(VerifyError, match=r"the update of a plan .* mix\.weight has other bits.*hold eager's result"):
+        twins.step.update()
+    trap.remove()
+    twins.eager_update()
+    twins.models[1].zero_grad()
+    twins.compare("eager's result is what stays")
+    twins.accumulate(words([5, 5]))
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

@@ -112,6 +112,31 @@ def _walk(
     return (kind, node)
 
 
+def batch_in_words(batch: object, most: int = 6) -> str:
+    """`16x59, 16`, or `input_ids 16x59, labels 16`: the tensors and plain values of a batch, for messages."""
+    found: list[str] = []
+
+    def visit(node: Any, name: str) -> None:
+        label = f"{name} " if name else ""
+        if isinstance(node, torch.Tensor):
+            found.append(label + ("x".join(map(str, node.shape)) or "scalar"))
+        elif isinstance(node, Mapping):
+            for key, value in node.items():
+                visit(value, str(key)[:24])
+        elif isinstance(node, tuple | list):
+            for value in node:
+                visit(value, name)
+        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+            for field in dataclasses.fields(node):
+                visit(getattr(node, field.name), field.name)
+        elif isinstance(node, bool | int | float | str):
+            found.append(label + repr(node)[:24])
+
+    visit(batch, "")
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return (", ".join(found[:most]) or "no tensors") + more
+
+
 def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """The same batch with every leaf of that kind replaced; containers are rebuilt, the caller's are left alone."""
     if isinstance(node, kind):

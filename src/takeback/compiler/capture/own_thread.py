@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from takeback.progress import threads_at_work
+
 _PYTHONS = random.random.__self__  # type: ignore[attr-defined]  # the generator behind the module's functions
 _SETS = frozenset(("set_state", "manual_seed", "seed", "set_offset", "graphsafe_set_state"))
 
@@ -58,7 +60,7 @@ class OwnThread:
 def watching(device: torch.device) -> Iterator[OwnThread]:
     """Watches this thread. With no other there is nothing to tell apart, and nothing is done."""
     own = OwnThread()
-    if threading.active_count() == 1 or device.type != "cpu" or sys.getprofile() is not None:
+    if threads_at_work() == 1 or device.type != "cpu" or sys.getprofile() is not None:
         yield own
         return
     with contextlib.ExitStack() as stack:

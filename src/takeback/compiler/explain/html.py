@@ -12,6 +12,7 @@ from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import (
     MEANING,
+    PLAN_COLUMNS,
     ByReason,
     added_time,
     arena_row,
@@ -20,7 +21,9 @@ from takeback.compiler.explain.text import (
     copy_groups,
     fates,
     headline,
+    once,
     peak_position,
+    plan_rows,
     refusal_groups,
     short_line,
     show_bytes,
@@ -43,6 +46,7 @@ def as_html(report: Report) -> str:
         _cards(report),
         section("The arena", _arena(report), _legend(report)),
         section("Bytes alive above resident", _curves(report), ""),
+        section("Plans", _plans(report), f"<p>Seconds that making each took. {text_of(once(report))}</p>"),
         section("Fates", _fates(report), ""),
         section(
             "Largest values at the peak",
@@ -259,6 +263,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
     head = "".join(cell("th", i, text) for i, text in enumerate(header))
     body = "".join("<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _plans(report: Report) -> str:
+    rows = plan_rows(report)[:MOST_ROWS]
+    return table(PLAN_COLUMNS, rows, frozenset(range(1, len(PLAN_COLUMNS) - 1))) if rows else ""
 
 
 def _fates(report: Report) -> str:

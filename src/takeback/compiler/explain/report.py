@@ -15,12 +15,12 @@ import torch
 
 from takeback.compiler.capture.finish import OwnStep
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
-from takeback.compiler.layout import Layout, asks_for_results, transient_bytes
+from takeback.compiler.explain.plans import PlanAccount, above_resident, copied_grad_bytes, resident_of
+from takeback.compiler.layout import Layout, asks_for_results
 from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
-from takeback.compiler.ownership.resident import resident_by_role
 from takeback.compiler.passes.draft import Refusal
-from takeback.compiler.program import Op, Phase, Program, Region, Role
+from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.proof import Skipped
 
@@ -67,6 +67,8 @@ class Report:
     added_s: float = 0.0  #: predicted: what rebuilding adds
     rebuilt_ops: int = 0  #: how many ops are run again
     has_arena: bool = True  #: False where the device's own allocator places: `arena_bytes` is what is alive at the peak
+    plans: tuple[PlanAccount, ...] = ()  #: all that the step has, the one that this is the report of first
+    loading_s: float = 0.0  #: compiling and loading native code, when the step was made
     torch_version: str = torch.__version__
 
     def __str__(self) -> str:
@@ -104,28 +106,24 @@ def build_report(
     added_s: float = 0.0,
     notes: Sequence[str] = (),
     state_bytes: int = 0,
+    plans: Sequence[PlanAccount] = (),
+    loading_s: float = 0.0,
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
-    `state_bytes`: the optimizers' state as it is now, which a program without an update need not name."""
+    `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
+    `plans`: all of the step's, this one first. `loading_s`: what native code took, once."""
     program = layout.draft.program
-    resident = resident_by_role(program)
-    resident[Role.STATE.value] = max(resident[Role.STATE.value], state_bytes)
+    resident = resident_of(layout, state_bytes)
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
     measured = Measured.of(execution.counters) if execution.counters is not None else None
-    copied_grads = 0 if layout.arena is None else execution.kept_grad_bytes  # else they are handed on as they are
-    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + copied_grads
-    transient = transient_bytes(
-        layout,
-        copied_grads,
-        missed=measured.missed_bytes if measured else 0,
-    )
+    copied = sum(e.size_bytes for e in entries if e.fate is Fate.COPIED) + copied_grad_bytes(layout, execution)
     top = original.ops[eager.position] if original.ops else None
     return Report(
-        peak_bytes=total + execution.undo_bytes + transient,
+        peak_bytes=total + above_resident(layout, execution),
         eager_peak_bytes=total + eager.transient_bytes,
         resident_bytes=total,
         lower_bound_bytes=layout.alive_bytes if layout.arena is None else layout.arena.lower_bound_bytes,
@@ -149,6 +147,8 @@ def build_report(
         added_s=added_s,
         rebuilt_ops=_rebuilt_ops(layout),
         has_arena=layout.arena is not None,
+        plans=tuple(plans),
+        loading_s=loading_s,
     )
 
 

@@ -48,6 +48,7 @@ class ByReason:
 def as_text(report: Report) -> str:
     sections = [
         _headline(report),
+        _plans(report),
         _fates(report),
         _at_peak(report),
         _groups("Copies", "copied", copy_groups(report)),
@@ -156,6 +157,40 @@ def fates(report: Report) -> list[tuple[Fate, int, int]]:
     return rows
 
 
+PLAN_COLUMNS = ("for", "peak", "record", "choose", "place", "write", "prove", "replays", "proved")
+
+
+def plan_rows(report: Report) -> list[tuple[str, ...]]:
+    """As `PLAN_COLUMNS`; seconds without their unit."""
+    rows = []
+    for plan in report.plans:
+        spent = plan.spent
+        stages = (spent.recording_s, spent.choosing_s, spent.placing_s, spent.writing_s, spent.proving_s)
+        seconds = (show_seconds(s) for s in stages)
+        rows.append((plan.made_for, show_bytes(plan.peak_bytes), *seconds, f"{plan.replays:,}", plan.proved))
+    return rows
+
+
+def short_batch(made_for: str, width: int) -> str:
+    """`16x59, 16` of `input_ids 16x59, attention_mask 16x59, labels 16`, where that is too long."""
+    if len(made_for) <= width:
+        return made_for
+    return ", ".join(dict.fromkeys(part.rpartition(" ")[2] for part in made_for.split(", ")))
+
+
+def once(report: Report) -> str:
+    """What was done once and not for one plan, in words."""
+    measuring = sum(plan.spent.measuring_s for plan in report.plans)
+    parts = (("native code", report.loading_s), ("measuring this machine", measuring))
+    said = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in parts if seconds >= 0.05)
+    return f"once, and then in the cache: {said}" if said else ""
+
+
+def show_seconds(seconds: float) -> str:
+    """`0.4`, `12.3`, `123`."""
+    return f"{seconds:.1f}" if seconds < 99.95 else f"{seconds:.0f}"
+
+
 def copy_groups(report: Report) -> list[ByReason]:
     """The copies of the ledger by reason, most bytes first."""
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
@@ -241,6 +276,15 @@ def _allocations(report: Report) -> str:
     return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
 
 
+def _plans(report: Report) -> list[str]:
+    if not report.plans:
+        return []
+    lines = [heading("Plans, and the seconds that making each took")]
+    rows = [(short_batch(made_for, 19), *rest) for made_for, *rest in plan_rows(report)]
+    lines += _table([PLAN_COLUMNS, *rows], (19, 10, 6, 6, 6, 6, 6, 7, 6))
+    return lines + wrapped(once(report), "", "") if once(report) else lines
+
+
 def _fates(report: Report) -> list[str]:
     rows = fates(report)
     if not rows:
@@ -299,6 +343,12 @@ def _columns(rows: Sequence[Sequence[str]], most: Sequence[int]) -> list[str]:
     ends = [f"{row[-1]:>{widths[-1]}}" for row in cut]
     starts = ["  ".join(f"{c:<{w}}" for c, w in zip(row[:-1], widths[:-1], strict=True)) for row in cut]
     return [f"{start}  {end}" for start, end in zip(starts, ends, strict=True)]
+
+
+def _table(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
+    """The first column is left-aligned, and cut where it is too long; the others are right-aligned."""
+    rest = ["".join(f" {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True)) for row in rows]
+    return [f"{_cut(row[0], widths[0]):<{widths[0]}}{end}" for row, end in zip(rows, rest, strict=True)]
 
 
 def _cut(text: str, width: int) -> str:

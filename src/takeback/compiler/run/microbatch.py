@@ -25,6 +25,7 @@ from takeback.compiler.run.replayed_step import Results, given_results
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import BesideEager, Run, advice, prove_recording, saved
 from takeback.errors import CaptureError, VerifyError
+from takeback.progress import Doing
 
 
 def record_microbatch(
@@ -41,11 +42,14 @@ def record_microbatch(
         got = recorded.capture(batch, step.on_abort)
         sibling = recorded.sibling_of(got)
         if recorded.is_new(got, sibling):
+            recorded.work.begin(Doing.PROVING)
             with _accumulated_once(micro.parameters):
                 prove_recording(recipe, batch, got, recorded.measure, scaling=recorded.scaling)
+            recorded.work.begin(None)
         step.commit()
         then(got, sibling)
-        grads = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        found = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}
+        grads = {i: g.resolve_conj().resolve_neg() for i, g in found.items()}  # autograd may leave a flag
         micro.begin_()
         for i, before in micro.before.items():
             if i in grads:

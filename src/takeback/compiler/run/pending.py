@@ -21,7 +21,7 @@ from takeback.compiler.run.asked import Ask, Divisor
 from takeback.compiler.run.eager import Recipe
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.transaction import Transaction
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, VerifyError
 
 _LOST = (
     "takeback: the call failed after it had begun to write the gradients that wait for the update, so all of them were "
@@ -31,10 +31,11 @@ _LOST = (
 
 @dataclass(frozen=True)
 class Adding:
-    """Of a plan's key: its call adds to gradients with these strides, where they are not their parameter's. `refusal`:
-    why there can be no plan."""
+    """Of a plan's key: its call adds to gradients with these strides, where they are not their parameter's, and does
+    not add but copy those of `copied`. `refusal`: why there can be no plan."""
 
     strides: tuple[tuple[int, tuple[int, ...]], ...]
+    copied: tuple[int, ...]
     refusal: str | None
 
     def __repr__(self) -> str:
@@ -55,7 +56,7 @@ class Microbatch:
         """For the key of a plan. `leaves` are the batch's."""
         odd = (unplain(g, self.parameters[i]) for i, g in self.before.items())
         self.refusal = next((reason for reason in odd if reason is not None), None) or self._borrowed(leaves)
-        return Adding(tuple(self.strides.items()) if self.refusal is None else (), self.refusal)
+        return Adding(tuple(self.strides.items()) if self.refusal is None else (), self.copied, self.refusal)
 
     def _borrowed(self, leaves: Sequence[torch.Tensor]) -> str | None:
         mine = {g.untyped_storage().data_ptr() for g in self.before.values() if g.numel()}
@@ -77,6 +78,11 @@ class Microbatch:
         """Where they are not the parameter's."""
         parameters = self.parameters
         return {i: g.stride() for i, g in self.before.items() if g.stride() != parameters[i].stride()}
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """The complex ones for which nothing waits: to these there is nothing to add without changing bits."""
+        return tuple(i for i, p in enumerate(self.parameters) if p.is_complex() and i not in self.before)
 
     def homes(self, adds: Mapping[int, Region]) -> dict[int, torch.Tensor]:
         """What a plan adds to. Where nothing waits: -0.0, to which anything can be added without changing its bits."""
@@ -105,7 +111,7 @@ class Microbatch:
 
 def _nothing(parameter: torch.nn.Parameter, home: Region) -> torch.Tensor:
     made = torch.empty_strided(home.shape, home.stride, dtype=home.dtype, device=parameter.device)
-    return made.fill_(complex(-0.0, -0.0) if home.dtype.is_complex else -0.0)
+    return made.fill_(-0.0)
 
 
 class Pending:
@@ -148,7 +154,7 @@ class Pending:
                     out = add(made)
                     norm = self._updated(ask.divide) if ask.update else None
             except BaseException as error:
-                if made.begun and before:
+                if before and made.begun and not isinstance(error, VerifyError):  # which says what has become of them
                     error.add_note(_LOST)
                 raise
             if self._group is not None:
@@ -166,7 +172,8 @@ class Pending:
                     call.on_abort(self._drop_)
                     return self._updated(ask.divide)
             except BaseException as error:
-                error.add_note(_LOST)
+                if not isinstance(error, VerifyError):
+                    error.add_note(_LOST)
                 raise
 
     def _updated(self, divide: Divisor | None) -> torch.Tensor | None:

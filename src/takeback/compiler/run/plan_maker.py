@@ -5,6 +5,7 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import CodeType
@@ -42,14 +43,13 @@ from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
+from takeback.compiler.run.spent import Spent, watcher_for
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
+from takeback.progress import Doing, Work
 
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
-_ADDS = (
-    "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete. The update "
-    "is a plan of its own"
-)
+_ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
 
 _EARLIER = (
@@ -65,7 +65,10 @@ class PlanMaker:
         self.recipe, self.options, self.scaling, self.group = recipe, options, scaling, group
         self.device = subjects.device_of(recipe.model)
         on_cpu = self.device.type == "cpu"
+        self.work = Work("")  #: of the call that is being made: it is told what is being done
+        began = time.perf_counter()
         self.native = allocator.load(cache_dir(), compiler()) if on_cpu else None
+        self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
@@ -93,9 +96,9 @@ class PlanMaker:
         )
 
     def recorded(
-        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Plan | None
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Sequence[Plan]
     ) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced. `kin` is a plan for other shapes."""
+        """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
         return RecordedStep(
             subject,
             self.recipe if subject.updates else self.microbatch_recipe,
@@ -108,6 +111,7 @@ class PlanMaker:
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
             numbers=numbers,
             kin=kin,
+            work=self.work,
         )
 
     def program_now(self, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None = None) -> Program:
@@ -132,12 +136,14 @@ class PlanMaker:
         """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
         taken over, if they are as good here."""
         family = sibling.family if sibling is not None else Family()
+        self.work.begin(Doing.RECORDING)  # of the update
         finished = self._finished(subject, got, leaves, micro, family.pattern)
         if family.pattern is not None:
             finished = replace(finished, program=knowing(finished.program, family.pattern.executor.program))
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
+        self.work.begin(Doing.WRITING)
         plan = Plan(
             key=key,
             outline=outline,
@@ -162,6 +168,8 @@ class PlanMaker:
                 *((_EARLIER,) if planned.from_earlier else ()),
             ),
         )
+        self.work.begin(None)
+        plan.spent = Spent.of(self.work.seconds)
         if searched and plan.kin is not None:
             family.pattern = plan
         return plan
@@ -179,16 +187,26 @@ class PlanMaker:
     ) -> Planned:
         """A finished program, planned. `sharing`: its gradients are averaged over a group. `sibling`: of other shapes,
         whose choices are taken over."""
+        self.work.begin(Doing.MEASURING)
         seconds = cost_of(finished.program)
         settings = settings_for(
-            finished.program, options, seconds, home=self.home, sharing=sharing, notes=seconds.notes
+            finished.program,
+            options,
+            seconds,
+            home=self.home,
+            sharing=sharing,
+            progress=self.work.tell,
+            notes=seconds.notes,
         )
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
         kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
         key = plan_file.key_of(finished, options, seconds, self.home) if kept_file and keeps_plans() else None
         earlier = plan_file.read(open_cache(), key) if key is not None else None
-        planned = plan_within(finished.program, finished.kept, options, settings, sibling=sibling, earlier=earlier)
+        watch = watcher_for(self.work)
+        planned = plan_within(
+            finished.program, finished.kept, options, settings, watch=watch, sibling=sibling, earlier=earlier
+        )
         return replace(planned, file_key=key)
 
     def remember_(self, plan: Plan) -> None:
@@ -208,7 +226,9 @@ class PlanMaker:
         pattern: Plan | None,
     ) -> Finished:
         if micro is not None:
-            return finish_microbatch(got.program, _names(subject), micro.strides, len(leaves))
+            return finish_microbatch(
+                got.program, _names(subject), strides=micro.strides, copied=micro.copied, given=len(leaves)
+            )
         options = self.options
         return finish_program(
             got.program,

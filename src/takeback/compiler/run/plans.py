@@ -26,6 +26,7 @@ from takeback.compiler.program import Number, Op, Program
 from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
+from takeback.compiler.run.spent import Spent
 from takeback.errors import CaptureError
 
 _IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
@@ -69,6 +70,8 @@ class Plan:
     right_at: int = 0  #: the replay that was last compared with eager
     numbers: tuple[Number, ...] = ()  #: that the step reads anew
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
+    made_for: str = ""  #: the batch it was recorded with, in words
+    spent: Spent = field(default_factory=Spent)  #: on making it
 
     @property
     def is_proved(self) -> bool:
@@ -170,12 +173,14 @@ class PlanCache(Sequence[Plan]):
                 return plan, numbers
         return None, ()
 
-    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> Plan | None:
-        """The plan used last of those for other shapes, if nothing else has changed since it was made."""
-        for plan in self._plans:
-            if plan.outline == outline and plan.kin is not None and plan.change(leaves) is None:
-                return plan
-        return None
+    def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan, ...]:
+        """Of those for other shapes one of each family, the one used last, if nothing else has changed since it was
+        made."""
+        found: dict[int, Plan] = {}
+        for plan in self.of_outline(outline):
+            if id(plan.family) not in found and plan.kin is not None and plan.change(leaves) is None:
+                found[id(plan.family)] = plan
+        return tuple(found.values())
 
     def add_(self, plan: Plan) -> None:
         plans = (plan, *self._plans)

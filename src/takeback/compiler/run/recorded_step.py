@@ -5,7 +5,7 @@ the user's objects change, then a plan is made of the recording. All of it is on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.leaks import disarm_
@@ -22,6 +22,7 @@ from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
 from takeback.errors import CaptureError, PlanError
+from takeback.progress import Doing, Work
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class RecordedStep:
     revocable: bool
 
     numbers: Sequence[NumberPlace] = ()  #: to be traced
-    kin: Plan | None = None  #: of the same step for other shapes
+    kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
+    work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
     def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
         """What eager gave. `then` is called after the commit, with the recording and the plan of which it is a sibling:
@@ -59,7 +61,9 @@ class RecordedStep:
             got = self.capture(batch, step.on_abort)
             sibling = self.sibling_of(got)
             if group is not None or self.is_new(got, sibling):  # a group wants gradients as they are before clipping
+                self.work.begin(Doing.PROVING)
                 prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
+                self.work.begin(None)
             norm = got.grad_norm
             if group is not None:
                 group.average_grads_(in_one_piece=self.in_one_piece)
@@ -83,14 +87,16 @@ class RecordedStep:
 
     def capture(self, batch: Batch, on_abort: Callable[[Callable[[], None]], None]) -> Capture:
         """The recording itself."""
-        kin = self.kin.kin if self.kin is not None else None
+        kin = self.kin[0].kin if self.kin else None
+        self.work.begin(Doing.RECORDING)
         got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
         on_abort(got.rewind_)
+        self.work.begin(None)
         return got
 
     def sibling_of(self, got: Capture) -> Plan | None:
         """The plan for other shapes that calls the same ops."""
-        return self.kin if self.kin is not None and are_siblings(self.kin.recorded, got.program) else None
+        return next((plan for plan in self.kin if are_siblings(plan.recorded, got.program)), None)
 
     def is_new(self, got: Capture, sibling: Plan | None) -> bool:
         """Whether it is still to be shown that these ops give the same bits each time, and while they are recorded. On
