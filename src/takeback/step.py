@@ -45,7 +45,7 @@ from takeback.compiler.run.microbatch import (
 from takeback.compiler.run.pending import Microbatch, Pending
 from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
-from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
+from takeback.compiler.run.plan_maker import PlanMaker, reading_anew, without_collections
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Bits, Every, Once, Proof, Schedule, Thinning
 from takeback.compiler.run.replayed_step import ReplayedStep
@@ -453,12 +453,13 @@ class CompiledStep:
     def _rehearsed(self, plan: Plan) -> None:
         """The first replay shows what the chosen kernels really ask of the allocator; the plan is corrected by it."""
         plan.rehearsals += 1
-        layout = plan.executor.rehearsed()
-        if layout is None:
-            plan.rehearsals = 2
-        else:
-            plan.executor = self._maker.executor(layout, plan.family.codes)
-            plan.proved = False  # other places: compared with eager once more
+        with without_collections():
+            layout = plan.executor.rehearsed()
+            if layout is None:
+                plan.rehearsals = 2
+            else:
+                plan.executor = self._maker.executor(layout, plan.family.codes)
+                plan.proved = False  # other places: compared with eager once more
         if plan.rehearsals == 2:
             self._maker.remember_(plan)
 

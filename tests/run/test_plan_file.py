@@ -116,8 +116,7 @@ def test_another_program_other_options_or_other_rates_find_nothing(cache: Cache)
     assert not is_from_the_cache(trained(case, "auto"))
     assert not is_from_the_cache(trained(zoo.case("mlp", batch=8), "keep"))
     assert not is_from_the_cache(trained(case, "keep", keep_grads=True))
-    slower = lambda op, rates: 1.0  # noqa: E731
-    with mock.patch("takeback.compiler.run.calibrate.seconds", slower):
+    with mock.patch("takeback.compiler.run.calibrate.seconds", return_value=1.0):
         assert not is_from_the_cache(trained(case, "keep"))
     with mock.patch.object(plan_file, "_source", return_value="another version"):
         assert not is_from_the_cache(trained(case, "keep"))

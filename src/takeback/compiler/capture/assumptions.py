@@ -137,7 +137,7 @@ class Assumptions:
         self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
         self._numbers: tuple[NumberPlace, ...] = ()  # read anew in each step
         self._fast: _Identities | None = None  # made when first asked for
-        self._ordered: list[tuple[Any, tuple[str, ...]]] | None = None
+        self._ordered: tuple[list[Any], list[tuple[str, ...]]] | None = None
         self._extra: set[str] = set()  # names that attrgetters ask for
         self._ids: set[int] = set()
         self._functions: set[int] = set()  # code of functions that were looked into
@@ -534,18 +534,16 @@ class Assumptions:
     def _is_the_very_same(self) -> bool:
         """Whether in every place is the very object that was there. A quick look, made before every replay: False says
         that a closer one is needed."""
-        fast = self._fast = self._fast or _Identities.of(self._items, self._indexed)
+        fast = self._fast = self._fast or _Identities.of(self._items, self._indexed, self._attributes)
         same = operator.is_
-        try:
-            for container, get, values in fast.groups:
-                if not all(map(same, get(container), values)):
-                    return False
-            for container, key in fast.absent:
-                if key in container:
-                    return False
-            for container, name, value, _ in self._attributes:
-                if getattr(container, name) is not value:
-                    return False
+        try:  # all of it in C: this is what a steady step spends on its assumptions
+            found = itertools.chain.from_iterable(map(operator.call, fast.getters, fast.containers))
+            if not all(map(same, found, fast.values)):
+                return False
+            if not all(map(same, map(getattr, fast.owners, fast.names), fast.attributes)):
+                return False
+            if any(map(operator.contains, *fast.absent)):
+                return False
         except Exception:
             return False
         if any(self._containers) or any(len(c) != size for c, size, _ in self._lengths):
@@ -554,18 +552,20 @@ class Assumptions:
         for value, kind, table, _ in self._types:
             if type(value) is not kind or (table is not None and dict_of(value, "__dict__") is not table):
                 return False
-        if any(tuple(table) != order for table, order in self._table_orders()):
+        tables, orders = self._table_orders()
+        if any(map(operator.ne, map(tuple, tables), orders)):
             return False
         rest = self._orders or self._calls or self._arrays or self._sets or self._numbers or fast.others
         return not rest or self._rest_is_the_same(fast.others)
 
-    def _table_orders(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """The names in each `__dict__`, in order: compared so, they take a fraction of a comparison of sets."""
+    def _table_orders(self) -> tuple[list[Any], list[tuple[str, ...]]]:
+        """Every `__dict__`, and the names in it in order: compared so, they take a fraction of a comparison of sets."""
         if self._ordered is None:
-            self._ordered = [(table, tuple(table)) for table, keys, _, _ in self._tables if table.keys() == keys]
-            if len(self._ordered) < len(self._tables):  # one has changed since it was looked at
-                ordered, self._ordered = self._ordered, None
-                return [*ordered, ({}, ("",))]
+            unique = {id(table): (table, keys) for table, keys, _, _ in self._tables}
+            if any(table.keys() != keys for table, keys, _, _ in self._tables):
+                return [{}], [("",)]  # one has changed since it was looked at
+            tables = [table for table, _ in unique.values()]
+            self._ordered = (tables, [tuple(table) for table in tables])
         return self._ordered
 
     def _rest_is_the_same(self, others: Sequence[tuple[Any, Any, object, str]]) -> bool:
@@ -648,31 +648,50 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class _Identities:
-    """Places grouped by their container: what is in each is fetched and compared in one go."""
+    """Places in columns, those of one container side by side: what is in each is fetched and compared in one go."""
 
-    groups: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]], tuple[object, ...]], ...]
-    absent: tuple[tuple[Any, Any], ...]  #: where nothing was
+    getters: tuple[Callable[[Any], tuple[Any, ...]], ...]
+    containers: tuple[Any, ...]
+    values: tuple[object, ...]  #: of all getters, one after the other
+    owners: tuple[Any, ...]  #: of attributes
+    names: tuple[str, ...]
+    attributes: tuple[object, ...]
+    absent: tuple[tuple[Any, ...], tuple[Any, ...]]  #: containers and keys where nothing was
     others: tuple[tuple[Any, Any, object, str], ...]  #: in containers with a way of their own
 
     @classmethod
-    def of(cls, *lists: Sequence[tuple[Any, Any, object, str]]) -> _Identities:
+    def of(
+        cls,
+        items: Sequence[tuple[Any, Any, object, str]],
+        indexed: Sequence[tuple[Any, Any, object, str]],
+        attributes: Sequence[tuple[Any, str, object, str]],
+    ) -> _Identities:
         grouped: dict[int, list[tuple[Any, Any, object, str]]] = {}
         others: list[tuple[Any, Any, object, str]] = []
         absent: list[tuple[Any, Any]] = []
-        for place in itertools.chain(*lists):
+        for place in itertools.chain(items, indexed):
             if place[2] is _MISSING:
                 absent.append(place[:2])
                 continue
             plain = type(place[0]) in (dict, list, tuple, types.MappingProxyType)
             (grouped.setdefault(id(place[0]), []) if plain else others).append(place)
-        groups = []
+        getters: list[Any] = []
+        values: list[object] = []
         for places in grouped.values():
-            keys = [key for _, key, _, _ in places]
             # Of one key alone an itemgetter gives no tuple: it is asked for twice.
-            get: Any = operator.itemgetter(*(keys if len(keys) > 1 else keys * 2))
-            values = tuple(value for _, _, value, _ in places)
-            groups.append((places[0][0], get, values if len(keys) > 1 else values * 2))
-        return cls(tuple(groups), tuple(absent), tuple(others))
+            twice = places if len(places) > 1 else places * 2
+            getters.append(operator.itemgetter(*(key for _, key, _, _ in twice)))
+            values += [value for _, _, value, _ in twice]
+        return cls(
+            getters=tuple(getters),
+            containers=tuple(places[0][0] for places in grouped.values()),
+            values=tuple(values),
+            owners=tuple(owner for owner, _, _, _ in attributes),
+            names=tuple(name for _, name, _, _ in attributes),
+            attributes=tuple(value for _, _, value, _ in attributes),
+            absent=(tuple(container for container, _ in absent), tuple(key for _, key in absent)),
+            others=tuple(others),
+        )
 
 
 class _Relevant(frozenset[str]):

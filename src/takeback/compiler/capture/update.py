@@ -7,7 +7,9 @@ Out: the program with the update appended, and the formulas of its run-time scal
 
 from __future__ import annotations
 
+import functools
 import importlib
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,12 +80,24 @@ class Update:
 
     def still_applies(self) -> bool:
         """Whether eager would take the same update now, on the same tensors."""
-        state = self.optimizer.state
-        return (
-            own_step_reason(self.optimizer) is None
-            and self.structure == structure(self.optimizer)
-            and all(state[p].get(name) is value if p in state else False for p, name, value in self.watched)
-        )
+        if own_step_reason(self.optimizer) is not None or self.structure != structure(self.optimizer):
+            return False
+        state: Mapping[Any, Any] = self.optimizer.state
+        nothing: dict[str, Any] = {}
+        for p, names, values in self._by_parameter:
+            if not all(map(operator.is_, map(state.get(p, nothing).get, names), values)):
+                return False
+        return True
+
+    @functools.cached_property
+    def _by_parameter(self) -> list[tuple[torch.nn.Parameter, tuple[str, ...], tuple[torch.Tensor, ...]]]:
+        """What is watched, for each parameter at once: to look one up takes its hash, which is computed in Python."""
+        grouped: dict[int, list[tuple[torch.nn.Parameter, str, torch.Tensor]]] = {}
+        for each in self.watched:
+            grouped.setdefault(id(each[0]), []).append(each)
+        return [
+            (of[0][0], tuple(name for _, name, _ in of), tuple(value for _, _, value in of)) for of in grouped.values()
+        ]
 
 
 def structure(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:

@@ -409,5 +409,6 @@ def _promote(table: _Table, order: list[int], sticking_out: list[int]) -> list[i
         crowd |= (table.starts <= table.busiest[index]) & (table.busiest[index] < table.ends)
     rank = np.where(crowd, 1, 2)
     rank[sticking_out] = 0
-    ranks = rank.tolist()
-    return sorted(order, key=lambda index: ranks[index])
+    placed = np.array(order, dtype=np.int64)
+    found: list[int] = placed[np.argsort(rank[placed], kind="stable")].tolist()
+    return found

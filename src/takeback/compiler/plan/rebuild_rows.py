@@ -56,6 +56,8 @@ class RebuildRows:
         runs = [(name, stop) for stop, chain in problem.chains.items() for name in chain]
         self.carry: dict[Carry, int] = {each: i for i, each in enumerate(carries)}
         self.run: dict[Run, int] = {each: len(carries) + i for i, each in enumerate(runs)}
+        self._run_rows: dict[Run, Row] = {}
+        self._at_stop: dict[int, tuple[int, list[tuple[Term, RebuildValue | None]]]] = {}
         self.rules = tuple(self._rules())
         self.op_rows = self._op_rows()
 
@@ -148,23 +150,20 @@ class RebuildRows:
 
     def run_row(self, name: UnitId, stop: int) -> Row:
         """While a unit is rebuilt at a stop."""
+        known = self._run_rows.get((name, stop))
+        if known is None:
+            known = self._run_rows[name, stop] = self._run_row(name, stop)
+        return known
+
+    def _run_row(self, name: UnitId, stop: int) -> Row:
         chain = self.problem.chains[stop]
         step, unit = chain.index(name), self.units[name]
-        fixed = self.problem.before_bytes[stop]
         inside = unit.extra_bytes + unit.given_bytes  # if it is run: the row holds for answers without the unit too
         terms: list[Term] = [(self.run[name, stop], inside)] if inside else []
-        for value in self.problem.values:
-            if stop <= value.start:
-                continue
-            if value.within(stop):
-                fixed += value.size_bytes
-                continue
-            j = bisect.bisect_left(value.stops, stop)
-            if j == len(value.stops):
-                continue
-            into = self.carry[value.id, value.stops[j]]
-            if value.stops[j] != stop:
-                terms.append((into, value.size_bytes))
+        fixed, others = self._others(stop)
+        for term, value in others:
+            if value is None:
+                terms.append(term)
                 continue
             made = chain.index(value.maker) if value.maker in chain else len(chain)
             last = max((i for i, other in enumerate(chain) if value.id in self.units[other].reads), default=-1)
@@ -173,12 +172,33 @@ class RebuildRows:
                 # While earlier ops of the unit run it is there in any case; and of several only one is overwritten.
                 wanted = len(unit.ops) > 1 or unit.overwrites != value.id
             if wanted:
-                terms.append((into, value.size_bytes))
+                terms.append(term)
                 if step >= made:
                     terms.append((self.run[chain[made], stop], value.size_bytes))
-            elif j + 1 < len(value.stops):
+            elif (j := bisect.bisect_left(value.stops, stop)) + 1 < len(value.stops):
                 terms.append((self.carry[value.id, value.stops[j + 1]], value.size_bytes))
         return Row(fixed, tuple(terms))
+
+    def _others(self, stop: int) -> tuple[int, list[tuple[Term, RebuildValue | None]]]:
+        """What is there at a stop whichever unit is rebuilt: bytes, and in the order of the values the term of each;
+        with the value itself where it may stop there, for then the unit matters."""
+        known = self._at_stop.get(stop)
+        if known is not None:
+            return known
+        fixed = self.problem.before_bytes[stop]
+        others: list[tuple[Term, RebuildValue | None]] = []
+        for value in self.problem.values:
+            if stop <= value.start:
+                continue
+            if value.within(stop):
+                fixed += value.size_bytes
+                continue
+            j = bisect.bisect_left(value.stops, stop)
+            if j < len(value.stops):
+                term = (self.carry[value.id, value.stops[j]], value.size_bytes)
+                others.append((term, value if value.stops[j] == stop else None))
+        self._at_stop[stop] = fixed, others
+        return fixed, others
 
 
 def _group(alike: Alike, groups: int) -> tuple[tuple[int, ...], int]:
