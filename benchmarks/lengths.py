@@ -1,10 +1,10 @@
 """Training on batches of many lengths, beside eager: the first epochs of a tiny BERT whose batches are padded to 20
 different lengths.
 
-    python benchmarks/lengths.py [--steps 60] [--epochs 3] [--out benchmarks/results/lengths-cpu.json]
+    python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--out benchmarks/results/lengths-cpu.json]
 
-Both train the same model on the same batches, step by step in turn, and must have the same bits. Times are of the whole
-process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at the end of an
+Both train the same model on the same batches, step by step in turn, and must have the same bits. On the CPU times are
+of the whole process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at the end of an
 epoch; `plain` steps ran in eager because their shape had not earned a plan.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM
 
 import takeback as tb
-from common import machine, peak_bytes
+from common import machine, peak_bytes, wait
 
 VOCABULARY = 1000
 LENGTHS = tuple(range(16, 96, 4))
@@ -36,7 +36,7 @@ SIZES: dict[str, dict[str, int]] = {
 MAX_PLANS: tuple[int | None, ...] = (None, len(LENGTHS))
 
 
-def bert(hidden: int) -> nn.Module:
+def bert(hidden: int, device: str) -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=VOCABULARY,
@@ -46,7 +46,8 @@ def bert(hidden: int) -> nn.Module:
         intermediate_size=4 * hidden,
         max_position_embeddings=128,
     )
-    return BertForMaskedLM(config).train()
+    config._attn_implementation = "eager"  # on a GPU the backward of the fused one does not repeat its bits
+    return BertForMaskedLM(config).to(device).train()
 
 
 def loss_fn(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
@@ -61,14 +62,19 @@ def lengths(steps: int) -> list[int]:
     return (first + draw.choices(LENGTHS, k=max(0, steps - len(first))))[:steps]
 
 
-def batch(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+def batch(rows: int, length: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
     return ids, torch.ones_like(ids)
 
 
-def train(hidden: int, rows: int, max_plans: int | None, steps: int, epochs: int) -> list[dict[str, Any]]:
+def now(device: str) -> float:
+    wait(device)
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def train(hidden: int, rows: int, max_plans: int | None, steps: int, epochs: int, device: str) -> list[dict[str, Any]]:
     """One row for each epoch."""
-    model = bert(hidden)
+    model = bert(hidden, device)
     twin = copy.deepcopy(model)
     optimizer, other = (torch.optim.AdamW(m.parameters(), 1e-4) for m in (model, twin))
     step = tb.compile_step(model, loss_fn, optimizer, max_plans=max_plans)
@@ -85,13 +91,13 @@ def train(hidden: int, rows: int, max_plans: int | None, steps: int, epochs: int
     for epoch in range(epochs):
         seconds = {"eager": 0.0, "takeback": 0.0}
         for number, length in enumerate(lengths(steps)):
-            given = batch(rows, length, seed=epoch * steps + number)
+            given = batch(rows, length, epoch * steps + number, device)
             losses: dict[str, Tensor] = {}
             for name, run in _in_turn(number, eager, lambda b: step(*b)):
                 torch.manual_seed(number)
-                start = time.process_time()
+                start = now(device)
                 losses[name] = run(given)
-                seconds[name] += time.process_time() - start
+                seconds[name] += now(device) - start
             assert torch.equal(losses["eager"], losses["takeback"]), f"other bits in step {number} of epoch {epoch}"
         counts = step.counts
         found.append(
@@ -105,10 +111,10 @@ def train(hidden: int, rows: int, max_plans: int | None, steps: int, epochs: int
             }
         )
         plain = counts.plain
-    longest = batch(rows, max(LENGTHS), seed=0)
+    longest = batch(rows, max(LENGTHS), 0, device)
     step(*longest)
     found[-1]["peak of the longest batch"] = round(
-        peak_bytes(lambda: step(*longest), "cpu") / peak_bytes(lambda: eager(longest), "cpu"), 3
+        peak_bytes(lambda: step(*longest), device) / peak_bytes(lambda: eager(longest), device), 3
     )
     return found
 
@@ -122,16 +128,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="in an epoch")
     parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name, size in SIZES.items():
         for most in MAX_PLANS:
-            for row in train(size["hidden"], size["rows"], most, args.steps, args.epochs):
+            for row in train(size["hidden"], size["rows"], most, args.steps, args.epochs, args.device):
                 rows.append({"model": name, "max_plans": most, **row})
                 print(json.dumps(rows[-1]), flush=True)
-    result = {"machine": machine(), "command": " ".join(("python", *sys.argv)), "lengths": LENGTHS, "rows": rows}
+    result = {
+        "machine": machine(args.device),
+        "command": " ".join(("python", *sys.argv)),
+        "lengths": LENGTHS,
+        "rows": rows,
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
