@@ -1,7 +1,7 @@
 """Training on batches of many lengths, beside eager: the first epochs of a tiny BERT whose batches are padded to 20
 different lengths.
 
-    python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--out benchmarks/results/lengths-cpu.json]
+    python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--out results.json]
 
 Both train the same model on the same batches, step by step in turn, and must have the same bits. On the CPU times are
 of the whole process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at the end of an
