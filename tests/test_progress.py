@@ -56,7 +56,7 @@ def wait_until_shown(text: str, file: io.StringIO) -> None:
 
 def work_and_ticker(clock: FakeClock, line: progress.Line) -> tuple[Work, Ticker]:
     work = Work("new plan for 16x59", clock=clock)
-    return work, Ticker(work, line, sys._getframe())
+    return work, Ticker(work, line)
 
 
 def test_seconds_are_those_of_each_stage() -> None:
@@ -131,7 +131,8 @@ def test_no_terminal_gets_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_the_ticker_shows_and_ends_with_the_work(terminal: Terminal) -> None:
     with contextlib.redirect_stderr(terminal):
-        with Work("x") as work:
+        work = Work("x")
+        with work.inside, work:
             work.begin(Doing.RECORDING)
             wait_until_shown("recording", terminal)
         assert sys.stderr is terminal
@@ -142,7 +143,8 @@ def test_the_ticker_shows_and_ends_with_the_work(terminal: Terminal) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_an_account_of_what_was_shown_is_logged_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "takeback")
-    with Work("x") as work:
+    work = Work("x")
+    with work.inside, work:
         work.begin(Doing.RECORDING)
         wait_until_shown("recording", caplog.handler.stream)
     assert "x: recording the step (0 s)" in caplog.messages
@@ -151,15 +153,13 @@ def test_an_account_of_what_was_shown_is_logged_in_the_end(caplog: pytest.LogCap
 
 @pytest.mark.usefixtures("impatient")
 def test_a_ticker_whose_work_was_left_without_a_word_ends_too(terminal: Terminal) -> None:
-    def struck() -> Ticker:
-        work = Work("x")
-        work.__enter__()  # and Ctrl-C before __exit__
-        wait_until_shown("s: x", terminal)
-        assert work._ticker.is_alive()
-        return work._ticker
-
+    work = Work("x")
     with contextlib.redirect_stderr(terminal):
-        ticker = struck()
+        with work.inside:
+            work.__enter__()  # and Ctrl-C before __exit__
+            wait_until_shown("s: x", terminal)
+            ticker = work._ticker
+            assert ticker.is_alive()
         ticker.join(20)
     assert not ticker.is_alive()
     assert terminal.getvalue().endswith("\x1b[2K")
@@ -167,9 +167,10 @@ def test_a_ticker_whose_work_was_left_without_a_word_ends_too(terminal: Terminal
 
 @pytest.mark.usefixtures("impatient")
 def test_work_inside_of_work_is_not_shown_twice(terminal: Terminal) -> None:
-    with contextlib.redirect_stderr(terminal), Work("outer") as outer:
+    outer, inner = Work("outer"), Work("inner")
+    with contextlib.redirect_stderr(terminal), outer.inside, outer:
         outer.begin(Doing.RECORDING)
-        with Work("inner") as inner:
+        with inner.inside, inner:
             inner.begin(Doing.COMPILING)
             wait_until_shown("outer: recording", terminal)
     assert "inner" not in terminal.getvalue()
@@ -177,14 +178,16 @@ def test_work_inside_of_work_is_not_shown_twice(terminal: Terminal) -> None:
 
 def test_a_ticker_is_no_thread_at_work(terminal: Terminal) -> None:
     before = threads_at_work()
-    with contextlib.redirect_stderr(terminal), Work("x"):
+    work = Work("x")
+    with contextlib.redirect_stderr(terminal), work.inside, work:
         assert threading.active_count() == before + 1
         assert threads_at_work() == before
 
 
 def test_a_thread_is_only_there_where_something_could_be_shown() -> None:
     logging.getLogger("takeback").setLevel(logging.NOTSET)
-    with Work("x"):
+    work = Work("x")
+    with work.inside, work:
         assert not any(isinstance(t, Ticker) for t in threading.enumerate())
 
 

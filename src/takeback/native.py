@@ -42,7 +42,8 @@ def load(
             pass  # evicted just now, or built where other libraries are: built anew below
     with tempfile.TemporaryDirectory(prefix="takeback-") as folder:
         built = Path(folder) / f"{source.stem}.so"
-        with Work(f"{source.name}, once") as work:
+        work = Work(f"{source.name}, once")
+        with work.inside, work:
             work.begin(Doing.COMPILING)
             _compile([compiler, str(source), "-o", str(built), *flags])
         kept = cache.path_of("native", key) if cache.write("native", key, built.read_bytes()) else None

@@ -11,9 +11,9 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import IO, Any
 
 PATIENCE_S = 2.0
@@ -39,12 +39,16 @@ class Doing(StrEnum):
 class Work:
     """One call that may be long. `begin` says what comes next; `seconds` is what each stage took so far.
 
-    with Work("new plan for 16x59") as work:
+    work = Work("new plan for 16x59")
+    with work.inside, work:
         work.begin(Doing.RECORDING)
+
+    `inside` is a lock of C's, which is released whatever happens: Ctrl-C may strike before a line of `__exit__` is run.
     """
 
     def __init__(self, what: str, *, on_terminal: bool = True, clock: Clock = time.perf_counter) -> None:
         self.what = what
+        self.inside = threading.Lock()
         self.seconds: dict[Doing, float] = {}
         self.detail = ""
         self.doing: Doing | None = None
@@ -82,7 +86,8 @@ class Work:
             shown = TerminalLine.on(sys.stderr) if self._on_terminal else None
             self._line = shown or (LogLine(_logger) if _logger.isEnabledFor(logging.INFO) else None)
         if self._line is not None:
-            self._ticker = Ticker(self, self._line, sys._getframe(1))
+            assert self.inside.locked(), "with work.inside, work: ..."
+            self._ticker = Ticker(self, self._line)
             self._ticker.start()
         return self
 
@@ -158,22 +163,19 @@ class LogLine(Line):
 
 class Ticker(threading.Thread):
     """Looks at some work from time to time, and shows it once it has taken too long. Ends with the work; or, where
-    Ctrl-C struck before the work could say that it is over, as soon as nobody is inside of `owner` any more."""
+    Ctrl-C struck before the work could say that it is over, when nobody is inside of it any more."""
 
-    def __init__(self, work: Work, line: Line, owner: FrameType) -> None:
+    def __init__(self, work: Work, line: Line) -> None:
         super().__init__(name="takeback-progress", daemon=True)
         self.shown = False
         self._work, self._line = work, line
-        self._owner: FrameType | None = owner
-        self._thread = threading.get_ident()
         self._over = threading.Event()
 
     def run(self) -> None:
         wait_s = PATIENCE_S
-        while not self._over.wait(wait_s) and self._is_inside():
+        while not self._over.wait(wait_s) and self._work.inside.locked():
             self.look()
             wait_s = _REFRESH_S
-        self._owner = None
         if self.shown:
             self._line.close()
 
@@ -186,16 +188,7 @@ class Ticker(threading.Thread):
         self._over.set()
         self.join(1.0)  # a terminal that has been stopped must not hold up the step
 
-    def _is_inside(self) -> bool:
-        return any(frame is self._owner for frame in _stack(sys._current_frames().get(self._thread)))
-
 
 def threads_at_work() -> int:
     """How many threads of Python's there are, but for one that only shows progress."""
     return sum(not isinstance(thread, Ticker) for thread in threading.enumerate())
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -29,32 +29,26 @@ from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report
 from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
-from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.codegen import HeldValueChanged
-from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.execution import Execution
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
-    MicrobatchBesideEager,
     plain_microbatch,
     record_microbatch,
-    replay_microbatch,
 )
 from takeback.compiler.run.pending import Microbatch, Pending
 from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
-from takeback.compiler.run.plan_maker import PlanMaker, reading_anew, without_collections
+from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Bits, Every, Once, Proof, Schedule, Thinning
-from takeback.compiler.run.replayed_step import ReplayedStep
+from takeback.compiler.run.replayer import Replayer
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
-from takeback.compiler.run.verify import BesideEager
-from takeback.errors import CaptureError, StalePlanError
+from takeback.errors import CaptureError
 from takeback.options import Options
-from takeback.progress import Doing, Work
 
 
 def compile_step(
@@ -100,8 +94,8 @@ def compile_step(
                   forward, within the plan's memory; a difference raises StalePlanError. n: every n-th replay is
                   repeated in eager on the same state, and a difference raises VerifyError. 0: neither
     max_plans     how many plans (shapes, train/eval, ...) are kept. None: as many as memory allows; from the third on
-                  a plan for new shapes is made when steps have taken as long as the plans before it. Batches without
-                  one run plainly in eager; see docs/lengths.md and step.counts
+                  plans for new shapes are made as steps earn them, and batches without one run plainly in eager; see
+                  docs/lengths.md and step.counts
     poison        a debugging aid: bytes are filled with NaN as soon as their value is dead
     solve_s       a last guard on the choice of what to rebuild, in seconds: the search is limited by work, so that a
                   step gets the same plan every time; if this strikes, the report says so
@@ -143,7 +137,6 @@ class CompiledStep:
         self._plans = PlanCache(options.max_plans)
         self._earnings = Earnings(explicit=options.max_plans is not None)
         self._turn = Turn()
-        self._replays = 0
         self._news = subjects.NewPlans()
         self._derived: tuple[Derived, ...] = ()
         self._unplanned = Unplanned()
@@ -161,10 +154,15 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
+        self._replayer = Replayer(self._maker, self._plans, self._proof)
         self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
+
+    @property
+    def _replays(self) -> int:
+        return self._replayer.count
 
     @property
     def _last(self) -> Plan | None:
@@ -232,14 +230,16 @@ class CompiledStep:
                 changed = changed or change
                 continue
             try:
-                out = self._use(plan, batch, leaves, micro)
+                results = self._replayer.use(plan, batch, leaves, micro)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
             else:
+                self.grad_norm = results.grad_norm
                 self._unplanned.planned_(new=False)
-                return out
+                self._news.steady()
+                return results.returned
         outline = (outline_of(batch), *key[1:])
-        reason = self._waits(key, outline) if missed is None and changed is None else None
+        reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
         reason = reason or self._unplanned.waits_(key)
@@ -254,16 +254,18 @@ class CompiledStep:
         else:
             results = plain_microbatch(self._recipe, batch, micro)
         self._unplanned.ran_plainly_(reason)
+        self._plans.passed_()
         self.grad_norm = results.grad_norm
         return results.returned
 
-    def _waits(self, key: tuple[Hashable, ...], outline: Hashable) -> str | None:
+    def _waits(self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor]) -> str | None:
         """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
         options = self.options
         if options.group is not None or options.poison or options.verify_every:
             return None  # ranks decide alike; and who debugs wants to see plans
         siblings = self._plans.of_outline(outline)
-        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room())
+        largest = sum(leaf.numel() for leaf in leaves) > max((p.batch_elements for p in siblings), default=0)
+        reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room(), largest=largest)
         if reason is NO_ROOM:
             self._earnings.warn_(subjects.difference(siblings[0].key, key), len(self._plans))
         return reason
@@ -306,11 +308,6 @@ class CompiledStep:
     def _state_bytes(self, plan: Plan) -> int:
         return self._optimizers.state_bytes(self._maker.device) if plan.finished.adds is not None else 0
 
-    def _work(self, what: str) -> Work:
-        """Something that may be long; of a group's ranks one says so on its terminal."""
-        work = self._maker.work = Work(what, on_terminal=self._group is None or self._group.reducer.rank == 0)
-        return work
-
     def _update_notes(self, plan: Plan) -> Iterator[str]:
         if plan.finished.adds is not None and self._update.describe():
             yield self._update.describe()
@@ -340,20 +337,20 @@ class CompiledStep:
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
         kin = self._plans.kin(outline, leaves) if older is None else ()
-        if not kin:
+        if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
-            with collector_paused():
-                plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
+            plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
             plan.made_for = made_for
             self._plans.add_(plan)
 
         made_for = batch_in_words(batch)
-        with self._work(f"new plan for {made_for}"):
+        work = self._maker.start(f"new plan for {made_for}")
+        with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             if micro is None:
                 results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
@@ -362,101 +359,6 @@ class CompiledStep:
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
-
-    # -- the steady step ---------------------------------------------------------------------------------------
-
-    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Any:
-        """A replay, compared with eager where that is due."""
-        self._replays += 1
-        plan.replays += 1
-        plan.family.replays += 1
-        proof = self._proof
-        run = functools.partial(self._replay, plan, leaves, micro=micro)
-        due = proof.is_due(proved=plan.is_proved, replays=self._replays)
-        if not due and (plan.unsampled is not None or not proof.samples(plan.family.replays)):
-            return run()
-        beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
-        beside = beside_eager(
-            proof,
-            recipe=self._recipe if micro is None else self._maker.microbatch_recipe,
-            batch=batch,
-            scaling=self._scaling,
-            executor=plan.executor,
-            leaves=leaves,
-            names=plan.names,
-            aside=plan.aside,
-        )
-        replay = CheckedReplay(
-            plan,
-            beside,
-            run,
-            updates_early=self.options.update == "early",
-            in_group=self._group is not None,
-            give_back_=self._maker.arena.give_back_,
-            record=functools.partial(self._maker.program_now, batch, leaves, micro),
-        )
-        if due:
-            new = not plan.is_proved
-            with self._work(f"first replays of the plan for {plan.made_for}" if new else "a replay") as work:
-                work.begin(Doing.PROVING)
-                out = replay.beside_a_step()
-            plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
-            return out
-        try:
-            return replay.beside_a_forward()
-        except StalePlanError:
-            self._plans.drop_(plan)
-            raise
-
-    def _replay(
-        self,
-        plan: Plan,
-        leaves: Sequence[torch.Tensor],
-        inspect: Callable[[], None] | None = None,
-        micro: Microbatch | None = None,
-    ) -> Any:
-        rehearse = plan.rehearsals < 2
-        for number in plan.numbers:
-            number.read_()
-        if micro is None:
-            replayed = ReplayedStep(
-                plan.executor,
-                self._optimizers,
-                [self._optimizers.members[own.position] for own in plan.finished.own_steps],
-                plan.watch.parameters,
-                leaves,
-                update=plan.update,
-                group=self._group,
-                scaling=self._scaling,
-                clip_norm=self.options.clip_norm,
-            )
-            updated = replayed.run(inspect=inspect, log=rehearse)
-            results = replayed.take(
-                plan.aux_form, has_aux=plan.has_aux, keep_grads=self.options.keep_grads, held=plan.held
-            )
-        else:
-            results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
-        self.grad_norm = results.grad_norm
-        if rehearse and updated:
-            self._rehearsed(plan)
-        self._plans.used_(plan)
-        if plan.has_state_now(self._optimizers):
-            self._plans.drop_(plan)  # the next step is recorded with its update in the plan
-        self._news.steady()
-        return results.returned
-
-    def _rehearsed(self, plan: Plan) -> None:
-        """The first replay shows what the chosen kernels really ask of the allocator; the plan is corrected by it."""
-        plan.rehearsals += 1
-        with without_collections():
-            layout = plan.executor.rehearsed()
-            if layout is None:
-                plan.rehearsals = 2
-            else:
-                plan.executor = self._maker.executor(layout, plan.family.codes)
-                plan.proved = False  # other places: compared with eager once more
-        if plan.rehearsals == 2:
-            self._maker.remember_(plan)
 
 
 def _schedule(verify_every: int | None) -> Schedule:

@@ -37,6 +37,61 @@ def problem_of(fault: PlantedFault) -> str | None:
 
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
+        "run: gradients that begin to wait are zeros, which turn -0.0 into 0.0",
+        "compiler/run/pending.py",
+        "return made.fill_(-0.0)",
+        "return made.fill_(0.0)",
+        (
+            "tests/step/test_accumulation_calls.py::test_a_first_gradient_keeps_its_zeros_nans_and_infinities[torch.float32]",
+        ),
+    ),
+    PlantedFault(
+        "run: Ctrl-C strikes while gradients are being added",
+        "compiler/run/pending.py",
+        "        self.call.commit()\n        self.begun = True",
+        "        self.begun = True",
+        ("tests/step/test_accumulation_faults.py::test_ctrl_c_after_the_first_addition_waits_for_the_end_of_the_call",),
+    ),
+    PlantedFault(
+        "run: gradients to which half a microbatch was added stay",
+        "compiler/run/pending.py",
+        "call.on_abort(lambda: self._drop_() if made.begun else made.abandon_())",
+        "call.on_abort(made.put_back_)",
+        (
+            "tests/step/test_accumulation_faults.py::test_a_failure_after_the_first_addition_drops_the_gradients_and_says_so",
+        ),
+    ),
+    PlantedFault(
+        "run: a recording that is refused drops the gradients that wait",
+        "compiler/run/microbatch.py",
+        "step.on_abort(micro.abandon_)",
+        "step.on_abort(recipe.drop_grads_)",
+        ("tests/step/test_accumulation_calls.py::test_a_plain_microbatch_and_a_planned_one_add_up",),
+    ),
+    PlantedFault(
+        "run: a gradient that eager adds in two parts is added as one",
+        "compiler/run/microbatch.py",
+        "if any(count > 1 for count in times.values()):",
+        "if any(count > 9 for count in times.values()):",
+        ("tests/step/test_accumulation_faults.py::test_a_backward_that_adds_twice_to_a_gradient_is_refused[True]",),
+    ),
+    PlantedFault(
+        "run: a plan for the update is used with other parameters' memory",
+        "compiler/run/pending_update.py",
+        "and all(p.data_ptr() == address for p, address in self.addresses)",
+        "and bool(self.addresses)",
+        ("tests/step/test_accumulation_calls.py::test_parameters_that_were_given_other_memory",),
+    ),
+    PlantedFault(
+        "capture: an uneven microbatch counts as much as the others",
+        "compiler/capture/batch.py",
+        "return loss * (self.parts[index][1] / sum(length for _, length in self.parts))",
+        "return loss / self.count",
+        (
+            "tests/step/test_accumulation_calls.py::test_a_last_batch_that_accumulate_does_not_divide_is_cut_as_torch_chunk_cuts[7]",
+        ),
+    ),
+    PlantedFault(
         "capture: a wrapped optimizer that leaves out its update is not noticed",
         "compiler/capture/optimizers.py",
         "    if not calls:",

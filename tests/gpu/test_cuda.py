@@ -262,7 +262,7 @@ def test_step_that_fails_is_taken_back() -> None:
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError, match="no room"):
-        step._replay(step._plans[0], list(case.batch(9)), fail)
+        step._replayer.replay(step._plans[0], list(case.batch(9)), fail)
     assert_same(everything(model, optimizer), before, "after the failure")
     assert torch.is_grad_enabled()
     step(*case.batch(10))

@@ -109,7 +109,7 @@ def test_bytes_alive_are_those_of_the_plan(name: str, optimizer: str, memory: st
         step(*case.batch)
     alive = Alive()
     with alive:  # inside of which a step refuses to be called
-        step._replay(step._plans[0], case.batch)
+        step._replayer.replay(step._plans[0], case.batch)
     planned = step.report().arena_bytes
     assert planned * 0.99 <= alive.peak_bytes <= planned
     assert not executor_of(step)._held, "the executor still holds what the caller has taken"

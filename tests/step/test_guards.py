@@ -1576,9 +1576,9 @@ def recordings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
     record = tb.CompiledStep._record
 
-    def spied(self: tb.CompiledStep, key: Any, batch: Any, *rest: Any) -> Any:
+    def spied(self: tb.CompiledStep, key: Any, outline: Any, batch: Any, *rest: Any) -> Any:
         rows.append(len(batch[0][0]))
-        return record(self, key, batch, *rest)
+        return record(self, key, outline, batch, *rest)
 
     monkeypatch.setattr(tb.CompiledStep, "_record", spied)
     return rows
@@ -1597,14 +1597,17 @@ def test_alternating_shapes_reuse_their_plans(recordings: list[int]) -> None:
 def test_no_more_than_max_plans_are_kept_and_the_least_recently_used_goes_first(recordings: list[int]) -> None:
     model = mlp()
     step = tb.compile_step(model, cross_entropy, sgd(model), max_plans=2)
-    for i, rows in enumerate((4, 8, 4, 12, 4, 4, 12, 8)):
+    for i, rows in enumerate((4, 8, *[4] * 9, 12, 4, 12, *[4] * 9, 8)):
         step(*xy(i, rows))
         assert len(step._plans) <= 2
     assert recordings == [4, 8, 12, 8]
+    assert step.counts.plain == 0
 
 
+@pytest.mark.filterwarnings("ignore:there are 1 plans and no room:RuntimeWarning")
 def test_max_plans_one_keeps_training_right() -> None:
-    assert_right(lambda: plain(batches=lambda i: xy(i, (4, 4, 8, 8, 4, 4)[i])), max_plans=1)
+    step = assert_right(lambda: plain(batches=lambda i: xy(i, (4, 4, 8, 8, 4, 4)[i])), max_plans=1)
+    assert step.counts.plain == 2
 
 
 def test_warning_names_the_varying_dimension_once() -> None:
@@ -1614,10 +1617,10 @@ def test_warning_names_the_varying_dimension_once() -> None:
         warnings.simplefilter("always")
         for i in range(10):
             step(*xy(i, 4 + i))
-    ours = [w for w in caught if "takeback made" in str(w.message)]
-    assert len(ours) == 1
+    ours = [w for w in caught if "no room for more" in str(w.message)]
+    assert len(caught) == len(ours) == 1
     assert "dimension 0 of a batch tensor varies" in str(ours[0].message)
-    assert "buckets" in str(ours[0].message)
+    assert "takeback.bucket" in str(ours[0].message)
     assert ours[0].filename.endswith(HERE)
 
 

@@ -814,8 +814,11 @@ def test_evicted_plan_is_freed() -> None:
     step(*xy(0, 4))
     step(*xy(0, 4))
     gone = weakref.ref(step._plans[0].executor)
-    step(*xy(0, 8))
-    step(*xy(0, 8))
+    with pytest.warns(RuntimeWarning, match="no room for more"):
+        step(*xy(0, 8))
+    for i in range(5):
+        step(*xy(i, 8))
+    assert step.counts.plain == 5  # then it has not been used for long
     gc.collect()
     assert gone() is None
 

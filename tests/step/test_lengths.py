@@ -238,26 +238,34 @@ def test_two_plans_are_free_and_further_ones_are_earned(monkeypatch: pytest.Monk
     twins = Twins(memory="keep")
     monkeypatch.setattr(Earnings, "spent_", lambda *_, **__: None)
     twins.step._earnings.plans_s = 1.0
-    twins.lengths(12, 12, 14, 14, 20, 20, 22)
+    twins.lengths(20, 20, 22, 22, 12, 12, 14)
     assert len(twins.step._plans) == 2
     assert twins.step.counts.reasons == {NOT_EARNED: 3}
     assert NOT_EARNED in " ".join(str(twins.step.report()).split())
-    twins.step._earnings.steps_s = 1.0
-    twins.lengths(20, 20, 22, 22)
-    assert len(twins.step._plans) == 4
-    assert twins.step.counts.plain == 3
+    twins.step._earnings.steps_s = 2.0
+    twins.lengths(14, 30, 30, 12)
+    assert len(twins.step._plans) == 3  # the largest counts for more
+    twins.step._earnings.steps_s = 10.0
+    twins.lengths(12, 12, 14, 14)
+    assert len(twins.step._plans) == 5
+    assert twins.step.counts.plain == 5
 
 
 def test_time_is_booked_on_plans_and_on_steps() -> None:
     twins = Twins(memory="keep")
     earnings = twins.step._earnings
     twins.lengths(12)
-    assert earnings.plans_s > 0
-    assert earnings.steps_s == 0
-    plans_s = earnings.plans_s
+    assert earnings.first_s is not None
+    assert earnings.first_s > 0
+    assert earnings.steps_s == earnings.plans_s == 0
     twins.lengths(12, 12)
+    assert earnings.plans_s == 0
+    assert earnings.steps_s > 0
+    twins.lengths(14)
+    plans_s = earnings.plans_s
+    assert plans_s > 0
+    twins.lengths(12, 14)
     assert earnings.plans_s == plans_s
-    assert 0 < earnings.steps_s < plans_s
 
 
 def test_plans_in_use_are_not_dropped_for_shapes_that_keep_coming() -> None:

@@ -1,8 +1,8 @@
 """Decides whether a batch of new shapes gets a plan of its own, or runs plainly in eager this time.
 
-A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So what
-plans take is earned first: once there are two, a further one is made when steps have taken as long as all plans before
-it. In all, a training never takes more than twice its time plus a plan.
+A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So from
+the third on plans are earned: all but the first together take no more than a tenth of the time that steps have taken.
+A batch that is larger than all that are planned decides how much memory the training takes: for those it is a half.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from takeback.compiler.capture.site import level_of_user
 
 _FREE = 2  #: plans of one step for different shapes that need not be earned: the batch, and the last one of an epoch
+_SHARE = 0.1  #: of the time of steps, for further plans
+_SHARE_FOR_LARGEST = 0.5
 _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
 _SHARE_OF_MEMORY = 0.02
 _FEWEST = 8
 
-NOT_EARNED = "their shapes are new, and steps have not taken as long yet as the plans that were made"
+NOT_EARNED = "their shapes are new, and steps have not taken long enough yet to earn one more plan"
 NO_ROOM = "their shapes are new, and all plans that there is room for (max_plans) are in use"
 
 
@@ -28,23 +30,28 @@ class Earnings:
 
     explicit: bool
     steps_s: float = 0.0
-    plans_s: float = 0.0
+    plans_s: float = 0.0  #: but for the first
+    first_s: float | None = None
     _warned: bool = False
 
     def spent_(self, seconds: float, *, on_plan: bool) -> None:
         """A call is over."""
-        if on_plan:
-            self.plans_s += seconds
-        else:
+        if not on_plan:
             self.steps_s += seconds
+        elif self.first_s is None:
+            self.first_s = seconds
+        else:
+            self.plans_s += seconds
 
-    def waits(self, siblings: int, *, has_room: bool) -> str | None:
-        """Why a batch of new shapes, of which there are so many other plans, is not planned; None if it is."""
+    def waits(self, siblings: int, *, has_room: bool, largest: bool) -> str | None:
+        """Why a batch of new shapes, of which there are so many other plans, is not planned; None if it is. `largest`:
+        it is larger than those of all of them."""
         if not siblings:
             return None
         if not has_room:
             return NO_ROOM
-        if self.explicit or siblings < _FREE or self.plans_s <= self.steps_s:
+        share = _SHARE_FOR_LARGEST if largest else _SHARE
+        if self.explicit or siblings < _FREE or self.plans_s <= self.steps_s * share:
             return None
         return NOT_EARNED
 

@@ -9,6 +9,7 @@ leaves them as they were; one that fails later drops them all, and its error say
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,13 +74,13 @@ class Microbatch:
         if self.refusal is not None:
             raise CaptureError(self.refusal)
 
-    @property
+    @functools.cached_property
     def strides(self) -> dict[int, tuple[int, ...]]:
         """Where they are not the parameter's."""
         parameters = self.parameters
         return {i: g.stride() for i, g in self.before.items() if g.stride() != parameters[i].stride()}
 
-    @property
+    @functools.cached_property
     def copied(self) -> tuple[int, ...]:
         """The complex ones for which nothing waits: to these there is nothing to add without changing bits."""
         return tuple(i for i, p in enumerate(self.parameters) if p.is_complex() and i not in self.before)
@@ -139,11 +140,11 @@ class Pending:
         before clipping."""
         if ask.update:
             self._recipe.optimizers.check_in_force()
-        with self._sending(first=not self.under_way, last=ask.update):
-            if not self.under_way:
+        parameters = self._recipe.parameters
+        before = {i: p.grad for i, p in enumerate(parameters) if self._begun and p.grad is not None}
+        with self._sending(first=not before, last=ask.update):
+            if not before:
                 self._recipe.drop_grads_()
-            parameters = self._recipe.parameters
-            before = {i: p.grad for i, p in enumerate(parameters) if p.grad is not None}
             call = Transaction()
             made = Microbatch(parameters, before, call)
             try:

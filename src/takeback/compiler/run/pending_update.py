@@ -30,6 +30,8 @@ from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.verify import advice
 from takeback.errors import CaptureError, VerifyError
 
+_MOST = 8  #: updates that are kept, one for each set of parameters with gradients
+
 
 @dataclass
 class UpdatePlan:
@@ -160,7 +162,7 @@ class PendingUpdate:
         layout = maker.lay_out(finished, dataclasses.replace(maker.options, memory="keep")).layout
         addresses = tuple((parameters[i], parameters[i].data_ptr()) for i in summed.grads)
         made = UpdatePlan(key, finished, maker.executor(layout), addresses)
-        self.plans = (made, *(p for p in self.plans if p.key != key))[: maker.options.max_plans]
+        self.plans = (made, *(p for p in self.plans if p.key != key))[: maker.options.max_plans or _MOST]
         return recorded.grad_norm
 
     def _replay(self, plan: UpdatePlan, summed: _Summed) -> torch.Tensor | None:

@@ -5,10 +5,8 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import CodeType
 
@@ -37,6 +35,7 @@ from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
@@ -60,19 +59,6 @@ _EARLIER = (
 )
 
 
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Planning makes hundreds of thousands of objects that live on and no cycles: to look for some meanwhile took a
-    sixth of its time."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 class PlanMaker:
     """For one compiled step, on the device of its model."""
 
@@ -87,6 +73,11 @@ class PlanMaker:
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
+
+    def start(self, what: str) -> Work:
+        """Something that may be long; of a group's ranks one says so on its terminal."""
+        self.work = Work(what, on_terminal=self.group is None or self.group.reducer.rank == 0)
+        return self.work
 
     @property
     def optimizers(self) -> Optimizers:
@@ -150,7 +141,7 @@ class PlanMaker:
     ) -> Plan:
         """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
         taken over, if they are as good here."""
-        with without_collections():
+        with collector_paused():
             return self._plan(key, outline, subject, got, leaves, sibling, micro)
 
     def _plan(
@@ -175,6 +166,7 @@ class PlanMaker:
         plan = Plan(
             key=key,
             outline=outline,
+            batch_elements=sum(leaf.numel() for leaf in leaves),
             recorded=got.program,
             kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
             family=family,

@@ -40,6 +40,7 @@ class Family:
     replays: int = 0  #: of all of them
     codes: dict[str, CodeType] = field(default_factory=dict)  #: compiled, by source
     pattern: Plan | None = None  #: whose choices the others have: of the largest batch for which some were searched
+    proved: bool = False  #: one of them was compared with eager
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Plan:
 
     key: Hashable
     outline: Hashable  #: the key less shapes
+    batch_elements: int
     recorded: Program  #: before the update was written into it
     watch: Watch
     finished: Finished
@@ -76,8 +78,7 @@ class Plan:
     @property
     def is_proved(self) -> bool:
         """Of siblings one is enough: the same kernels in the same order, each in bytes that were checked."""
-        pattern = self.family.pattern
-        return self.proved or (self.is_sibling and pattern is not None and pattern.proved)
+        return self.proved or (self.is_sibling and self.family.proved)
 
     @property
     def original(self) -> Program:
@@ -183,10 +184,12 @@ class PlanCache(Sequence[Plan]):
         return tuple(found.values())
 
     def add_(self, plan: Plan) -> None:
-        plans = (plan, *self._plans)
         plan.used_at = self._calls = self._calls + 1
-        self._plans, self.dropped = plans[: self.most], self.dropped + len(plans[self.most :])
+        self._plans = (plan, *self._plans)
         self.last = plan
+        for cold in self._plans[self.most :]:
+            self.dropped += 1
+            self.drop_(cold)
 
     def used_(self, plan: Plan) -> None:
         """A replay of this plan has been made."""
@@ -196,8 +199,14 @@ class PlanCache(Sequence[Plan]):
         plan.used_at = self._calls = self._calls + 1
         self._misses = 0
 
+    def passed_(self) -> None:
+        """A step ran plainly."""
+        self._calls += 1
+
     def drop_(self, plan: Plan) -> None:
         self._plans = tuple(p for p in self._plans if p is not plan)
+        if plan.family.pattern is plan:  # another one has the same choices
+            plan.family.pattern = next((p for p in self._plans if p.family is plan.family and p.kin is not None), None)
 
     def missed_(self, op: Op) -> None:
         """No plan had the value that `op` read into Python. Raises where that keeps happening: each step is right, but

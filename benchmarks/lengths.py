@@ -1,0 +1,152 @@
+"""Training on batches of many lengths, beside eager: the first epochs of a tiny BERT whose batches are padded to 20
+different lengths.
+
+    python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--out benchmarks/results/lengths-cpu.json]
+
+Both train the same model on the same batches, step by step in turn, and must have the same bits. On the CPU times are
+of the whole process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at the end of an
+epoch; `plain` steps ran in eager because their shape had not earned a plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM
+
+import takeback as tb
+from common import machine, peak_bytes, wait
+
+VOCABULARY = 1000
+LENGTHS = tuple(range(16, 96, 4))
+SIZES: dict[str, dict[str, int]] = {
+    "hidden 64, 8 rows": {"hidden": 64, "rows": 8},
+    "hidden 128, 16 rows": {"hidden": 128, "rows": 16},
+}
+MAX_PLANS: tuple[int | None, ...] = (None, len(LENGTHS))
+
+
+def bert(hidden: int, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=128,
+    )
+    config._attn_implementation = "eager"  # on a GPU the backward of the fused one does not repeat its bits
+    return BertForMaskedLM(config).to(device).train()
+
+
+def loss_fn(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    out: Tensor = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+    return out
+
+
+def lengths(steps: int) -> list[int]:
+    """Each length once, then at random."""
+    draw = random.Random(0)
+    first = draw.sample(LENGTHS, len(LENGTHS))
+    return (first + draw.choices(LENGTHS, k=max(0, steps - len(first))))[:steps]
+
+
+def batch(rows: int, length: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
+    return ids, torch.ones_like(ids)
+
+
+def now(device: str) -> float:
+    wait(device)
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def train(hidden: int, rows: int, max_plans: int | None, steps: int, epochs: int, device: str) -> list[dict[str, Any]]:
+    """One row for each epoch."""
+    model = bert(hidden, device)
+    twin = copy.deepcopy(model)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), 1e-4) for m in (model, twin))
+    step = tb.compile_step(model, loss_fn, optimizer, max_plans=max_plans)
+
+    def eager(given: tuple[Tensor, Tensor]) -> Tensor:
+        loss = loss_fn(twin, *given)
+        loss.backward()
+        other.step()
+        other.zero_grad()
+        return loss.detach()
+
+    found: list[dict[str, Any]] = []
+    plain = 0
+    for epoch in range(epochs):
+        seconds = {"eager": 0.0, "takeback": 0.0}
+        for number, length in enumerate(lengths(steps)):
+            given = batch(rows, length, epoch * steps + number, device)
+            losses: dict[str, Tensor] = {}
+            for name, run in _in_turn(number, eager, lambda b: step(*b)):
+                torch.manual_seed(number)
+                start = now(device)
+                losses[name] = run(given)
+                seconds[name] += now(device) - start
+            assert torch.equal(losses["eager"], losses["takeback"]), f"other bits in step {number} of epoch {epoch}"
+        counts = step.counts
+        found.append(
+            {
+                "epoch": epoch + 1,
+                "eager_s": round(seconds["eager"], 3),
+                "takeback_s": round(seconds["takeback"], 3),
+                "ratio": round(seconds["takeback"] / seconds["eager"], 3),
+                "plans": len(step._plans),
+                "plain": counts.plain - plain,
+            }
+        )
+        plain = counts.plain
+    longest = batch(rows, max(LENGTHS), 0, device)
+    step(*longest)
+    found[-1]["peak of the longest batch"] = round(
+        peak_bytes(lambda: step(*longest), device) / peak_bytes(lambda: eager(longest), device), 3
+    )
+    return found
+
+
+def _in_turn(number: int, eager: Any, ours: Any) -> Sequence[tuple[str, Any]]:
+    both = (("eager", eager), ("takeback", ours))
+    return both if number % 2 else both[::-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60, help="in an epoch")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for name, size in SIZES.items():
+        for most in MAX_PLANS:
+            for row in train(size["hidden"], size["rows"], most, args.steps, args.epochs, args.device):
+                rows.append({"model": name, "max_plans": most, **row})
+                print(json.dumps(rows[-1]), flush=True)
+    result = {
+        "machine": machine(args.device),
+        "command": " ".join(("python", *sys.argv)),
+        "lengths": LENGTHS,
+        "rows": rows,
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

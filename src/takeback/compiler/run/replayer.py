@@ -1,0 +1,146 @@
+"""Uses plans: a replay, compared with eager where that is due, and rehearsed at first.
+
+In: a plan whose assumptions hold, and a batch. Out: what the step gives. A plan that turns out to be stale, or that can
+be made better now, is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from takeback.compiler.run.checked_replay import CheckedReplay
+from takeback.compiler.run.collector import collector_paused
+from takeback.compiler.run.eager import Batch
+from takeback.compiler.run.microbatch import MicrobatchBesideEager, replay_microbatch
+from takeback.compiler.run.pending import Microbatch
+from takeback.compiler.run.plan_maker import PlanMaker
+from takeback.compiler.run.plans import Plan, PlanCache
+from takeback.compiler.run.proof import Proof
+from takeback.compiler.run.replayed_step import ReplayedStep, Results
+from takeback.compiler.run.verify import BesideEager
+from takeback.errors import StalePlanError
+from takeback.progress import Doing
+
+
+class Replayer:
+    """Of one compiled step."""
+
+    def __init__(self, maker: PlanMaker, plans: PlanCache, proof: Proof) -> None:
+        self.count = 0  #: replays so far
+        self._maker, self._plans, self._proof = maker, plans, proof
+
+    def use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Results:
+        """A replay, compared with eager where that is due. `micro`: it adds its gradients to those that wait."""
+        self.count += 1
+        plan.replays += 1
+        plan.family.replays += 1
+        due = self._proof.is_due(proved=plan.is_proved, replays=self.count)
+        if not due and (plan.unsampled is not None or not self._proof.samples(plan.family.replays)):
+            return self.replay(plan, leaves, micro=micro)
+        gave: list[Results] = []
+
+        def run(inspect: Callable[[], None] | None = None) -> object:
+            gave.append(self.replay(plan, leaves, inspect, micro))
+            return gave[-1].returned
+
+        checked = self._checked(plan, batch, leaves, micro, run)
+        if due:
+            self._proved(plan, checked)
+        else:
+            try:
+                checked.beside_a_forward()
+            except StalePlanError:
+                self._plans.drop_(plan)
+                raise
+        return gave[-1]
+
+    def _proved(self, plan: Plan, checked: CheckedReplay) -> None:
+        new = not plan.is_proved
+        work = self._maker.start(f"first replays of the plan for {plan.made_for}" if new else "a replay")
+        with work.inside, work:
+            work.begin(Doing.PROVING)
+            checked.beside_a_step()
+        plan.spent = plan.spent.plus(work.seconds) if new else plan.spent
+        plan.family.proved |= plan.proved
+
+    def _checked(
+        self,
+        plan: Plan,
+        batch: Batch,
+        leaves: Sequence[torch.Tensor],
+        micro: Microbatch | None,
+        run: Callable[[Callable[[], None] | None], object],
+    ) -> CheckedReplay:
+        maker = self._maker
+        beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
+        beside = beside_eager(
+            self._proof,
+            recipe=maker.recipe if micro is None else maker.microbatch_recipe,
+            batch=batch,
+            scaling=maker.scaling,
+            executor=plan.executor,
+            leaves=leaves,
+            names=plan.names,
+            aside=plan.aside,
+        )
+        return CheckedReplay(
+            plan,
+            beside,
+            run,
+            updates_early=maker.options.update == "early",
+            in_group=maker.group is not None,
+            give_back_=maker.arena.give_back_,
+            record=functools.partial(maker.program_now, batch, leaves, micro),
+        )
+
+    def replay(
+        self,
+        plan: Plan,
+        leaves: Sequence[torch.Tensor],
+        inspect: Callable[[], None] | None = None,
+        micro: Microbatch | None = None,
+    ) -> Results:
+        """The replay itself. `inspect` is called before anything is updated."""
+        maker, rehearse = self._maker, plan.rehearsals < 2
+        for number in plan.numbers:
+            number.read_()
+        if micro is None:
+            replayed = ReplayedStep(
+                plan.executor,
+                maker.optimizers,
+                [maker.optimizers.members[own.position] for own in plan.finished.own_steps],
+                plan.watch.parameters,
+                leaves,
+                update=plan.update,
+                group=maker.group,
+                scaling=maker.scaling,
+                clip_norm=maker.options.clip_norm,
+            )
+            updated = replayed.run(inspect=inspect, log=rehearse)
+            results = replayed.take(
+                plan.aux_form, has_aux=plan.has_aux, keep_grads=maker.options.keep_grads, held=plan.held
+            )
+        else:
+            results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
+        if rehearse and updated:
+            self._rehearsed(plan)
+        self._plans.used_(plan)
+        if plan.has_state_now(maker.optimizers):
+            self._plans.drop_(plan)  # the next step is recorded with its update in the plan
+        return results
+
+    def _rehearsed(self, plan: Plan) -> None:
+        """The first replay shows what the chosen kernels really ask of the allocator; the plan is corrected by it."""
+        plan.rehearsals += 1
+        with collector_paused():
+            layout = plan.executor.rehearsed()
+            if layout is None:
+                plan.rehearsals = 2
+            else:
+                plan.executor = self._maker.executor(layout, plan.family.codes)
+                plan.proved = False  # other places: compared with eager once more
+        if plan.rehearsals == 2:
+            self._maker.remember_(plan)
