@@ -4,8 +4,8 @@ different lengths.
     python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--out results.json]
 
 Both train the same model on the same batches, step by step in turn, and must have the same bits. On the CPU times are
-of the whole process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at the end of an
-epoch; `plain` steps ran in eager because their shape had not earned a plan.
+of the whole process (CPU seconds) on one thread, so that other work on the machine counts little. `plans` are there at
+the end of an epoch; `plain` steps ran in eager because their shape had not earned a plan.
 """
 
 from __future__ import annotations

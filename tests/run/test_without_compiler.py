@@ -80,7 +80,7 @@ import torch
 import takeback as tb
 from takeback.compiler.run import calibrate
 
-calibrate._TURNS, calibrate._BYTES, calibrate._SIDE, calibrate._OPS = 2, 1 << 12, 16, 1  # rates are not the point
+calibrate._TURNS, calibrate._BYTES, calibrate._SIDE, calibrate._OPS = (2,), 1 << 12, 16, 1  # rates are not the point
 
 def loss_fn(model, x):
     return model(x).square().mean()
