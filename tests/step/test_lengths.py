@@ -237,7 +237,7 @@ def test_target_holds_for_a_longer_batch() -> None:
 def test_two_plans_are_free_and_further_ones_are_earned(monkeypatch: pytest.MonkeyPatch) -> None:
     twins = Twins(memory="keep")
     monkeypatch.setattr(Earnings, "spent_", lambda *_, **__: None)
-    twins.step._earnings.plans_s = 1.0
+    twins.step._earnings.plans_s, twins.step._earnings.steps = 1.0, 1000
     twins.lengths(20, 20, 22, 22, 12, 12, 14)
     assert len(twins.step._plans) == 2
     assert twins.step.counts.reasons == {NOT_EARNED: 3}
@@ -249,6 +249,15 @@ def test_two_plans_are_free_and_further_ones_are_earned(monkeypatch: pytest.Monk
     twins.lengths(12, 12, 14, 14)
     assert len(twins.step._plans) == 5
     assert twins.step.counts.plain == 5
+
+
+def test_at_the_beginning_plans_may_take_as_long_as_fifty_steps() -> None:
+    earnings = Earnings(explicit=False, first_s=2.0, plans_s=2.9)
+    assert earnings.waits(2, has_room=True, largest=False) == NOT_EARNED  # how long a step takes is not known yet
+    earnings.spent_(0.1, on_plan=False)
+    assert earnings.waits(2, has_room=True, largest=False) is None
+    earnings.spent_(0.2, on_plan=True)
+    assert earnings.waits(2, has_room=True, largest=False) == NOT_EARNED
 
 
 def test_time_is_booked_on_plans_and_on_steps() -> None:

@@ -37,7 +37,7 @@ from takeback.compiler.plan import (
     solve_around,
     validate,
 )
-from takeback.compiler.program import BufferId, Op, Program, Region, show_op
+from takeback.compiler.program import BufferId, Op, Phase, Program, Region, show_op
 from takeback.errors import BorrowError, PlanError
 from takeback.options import compiler, open_cache
 
@@ -96,7 +96,7 @@ def lay_out(
     draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None, known: Solution | None = None
 ) -> Layout:
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
-    program with a little other scratch: its offsets are kept where that makes the arena smaller. `like` is how a
+    program with a little other scratch: its offsets are kept where that makes the arena no larger. `like` is how a
     sibling of the program was placed. `known` are offsets that were found for this very program: used if they fit."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
@@ -108,7 +108,11 @@ def lay_out(
     layout = Layout(draft, kinds, alive, owners, alive_bytes, None)
     if draft.home is not Home.ARENA:
         return layout
-    draft, problem, solution = _known(draft, items, windows, known) or _solve(draft, items, windows, like)
+    draft, problem, solution = (
+        _known(draft, items, windows, known)
+        or _kept(draft, items, windows, near)
+        or _solve(draft, items, windows, like)
+    )
     if near is not None and near.arena is not None:
         solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
     validate(problem, solution)
@@ -250,6 +254,30 @@ def _placing() -> placing.PlaceFunction | None:
         return native.load(placing.SOURCE, placing.FLAGS, placing.opened, cache=open_cache(), compiler=compiler())
     except (OSError, RuntimeError, subprocess.SubprocessError):
         return None
+
+
+def _kept(
+    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], near: Layout | None
+) -> tuple[Draft, Problem, Solution] | None:
+    """All offsets of a near layout, if what is new fits between them."""
+    if near is None or near.arena is None:
+        return None
+    problem = Problem(items, packs=_packs(draft, owners))
+    for solution in _around(problem, owners, near.arena):
+        if solution.arena_bytes <= near.arena.size_bytes:
+            return draft, problem, solution
+    return None
+
+
+def compute_alike(one: Layout, other: Layout) -> bool:
+    """Whether two layouts of one step do the same in the same places up to the update, and differ at most in what ops
+    of that take for themselves."""
+    if one.arena is None or other.arena is None:
+        return False
+    if one.arena.offsets != other.arena.offsets or one.kinds != other.kinds:
+        return False
+    requests = zip(one.program.ops, one.arena.requests, other.arena.requests, strict=True)
+    return all(a == b for op, a, b in requests if op.phase is not Phase.UPDATE)
 
 
 def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:

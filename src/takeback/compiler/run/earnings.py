@@ -1,8 +1,9 @@
 """Decides whether a batch of new shapes gets a plan of its own, or runs plainly in eager this time.
 
 A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So from
-the third on plans are earned: all but the first together take no more than a tenth of the time that steps have taken.
-A batch that is larger than all that are planned decides how much memory the training takes: for those it is a half.
+the third on plans are earned. At the beginning all of them together may take as long as 50 steps; from then on all but
+the first take no more than a tenth of the time that steps have taken. A batch that is larger than all that are planned
+decides how much memory the training takes: for those it is a half.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from takeback.compiler.capture.site import level_of_user
 
 _FREE = 2  #: plans of one step for different shapes that need not be earned: the batch, and the last one of an epoch
+_EARLY_STEPS = 50
 _SHARE = 0.1  #: of the time of steps, for further plans
 _SHARE_FOR_LARGEST = 0.5
 _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
@@ -29,6 +31,7 @@ class Earnings:
     """Of one compiled step. `explicit`: the user has said how many plans he wants, and gets them at once."""
 
     explicit: bool
+    steps: int = 0
     steps_s: float = 0.0
     plans_s: float = 0.0  #: but for the first
     first_s: float | None = None
@@ -37,6 +40,7 @@ class Earnings:
     def spent_(self, seconds: float, *, on_plan: bool) -> None:
         """A call is over."""
         if not on_plan:
+            self.steps += 1
             self.steps_s += seconds
         elif self.first_s is None:
             self.first_s = seconds
@@ -50,10 +54,15 @@ class Earnings:
             return None
         if not has_room:
             return NO_ROOM
-        share = _SHARE_FOR_LARGEST if largest else _SHARE
-        if self.explicit or siblings < _FREE or self.plans_s <= self.steps_s * share:
+        if self.explicit or siblings < _FREE or (self.first_s or 0.0) + self.plans_s <= self._early_s():
+            return None
+        if self.plans_s <= self.steps_s * (_SHARE_FOR_LARGEST if largest else _SHARE):
             return None
         return NOT_EARNED
+
+    def _early_s(self) -> float:
+        """What plans may take at the beginning; how long a step takes is known once there was one without a plan."""
+        return _EARLY_STEPS * self.steps_s / self.steps if self.steps else 0.0
 
     def warn_(self, varies: str, plans: int) -> None:
         """Once: there are more shapes than plans."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from takeback.compiler.layout import compute_alike
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch
@@ -140,7 +141,7 @@ class Replayer:
             if layout is None:
                 plan.rehearsals = 2
             else:
+                plan.proved = plan.proved and compute_alike(layout, plan.executor.layout)
                 plan.executor = self._maker.executor(layout, plan.family.codes)
-                plan.proved = False  # other places: compared with eager once more
         if plan.rehearsals == 2:
             self._maker.remember_(plan)
