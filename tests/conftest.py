@@ -81,14 +81,26 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases
 #: that catch a planted fault stay quick.
 THINNED = {
-    "nn/test_activated_kernels.py": 3,
-    "nn/test_abn.py": 3,
+    "nn/test_activated_kernels.py": 4,
+    "nn/test_abn.py": 4,
     "nn/test_norm_kernels.py": 3,
     "nn/test_row_step_kernels.py": 3,
     "nn/test_nn_rows.py": 3,
+    "grads/test_grad_models.py": 2,
+    "nn/test_convert.py": 2,
+    "plan/test_greedy.py": 2,
+    "step/test_equivalence.py": 2,
     "step/test_every_op.py": 2,
     "step/test_hazard_graphs.py": 2,
+    "step/test_memory_targets.py": 2,
+    "step/test_refusals.py": 2,
+    "step/test_scaler.py": 2,
+    "step/test_steady.py": 2,
+    "guard/test_guard_finds.py": 2,
     "guard/test_guard_silent.py": 2,
+    "hazards/test_hazard_suite.py": 2,
+    "run/test_allocator_executor.py": 2,
+    "step/test_guards.py": 2,
     "hazards/test_ours.py": 2,
 }
 

@@ -261,7 +261,7 @@ def test_step_runs_eager_every_nth_time_if_asked() -> None:
 
 def test_step_whose_reference_is_beyond_the_limit_is_not_compared_and_the_report_says_so() -> None:
     step, runs, x = small()
-    step._proof = dataclasses.replace(step._proof, memory_limit_bytes=16)
+    step._replayer._proof = dataclasses.replace(step._proof, memory_limit_bytes=16)
     for _ in range(4):
         step(x)
     assert runs[0] == 1, "only the recording was run again"
@@ -269,7 +269,7 @@ def test_step_whose_reference_is_beyond_the_limit_is_not_compared_and_the_report
     [note] = step.report().notes
     assert note.startswith("the plan was not compared with its reference, which needs 0.0 MiB above what is resident")
     assert "not compared with its" in str(step.report())
-    step._proof = dataclasses.replace(step._proof, memory_limit_bytes=None)
+    step._replayer._proof = step._proof
     step(x)
     assert step._plans[0].proved
     assert step.report().notes == ()
