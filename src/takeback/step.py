@@ -176,12 +176,11 @@ class CompiledStep:
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
         ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
-        plans, start = self._plans.last, time.perf_counter()
+        before, start = (self._plans.made, self._replays), time.perf_counter()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
-            new = self._plans.last is not plans and self._plans.last is not None and not self._plans.last.replays
-            self._earnings.spent_(time.perf_counter() - start, on_plan=new)
+            self._earnings.spent_(time.perf_counter() - start, on_plan=self._is_new_since(*before))
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
@@ -193,6 +192,13 @@ class CompiledStep:
             self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
         finally:
             torch.clear_autocast_cache()
+
+    def _is_new_since(self, made: int, replays: int) -> bool:
+        """Whether a plan was made, or replayed for the first time: that binds it to its bytes, shows what its kernels
+        take, and may be compared with eager."""
+        plans = self._plans
+        first = self._replays > replays and plans.last is not None and plans.last.replays == 1
+        return plans.made > made or first
 
     def _check_mode(self) -> None:
         if torch.is_inference_mode_enabled():

@@ -242,17 +242,17 @@ def test_two_plans_are_free_and_further_ones_are_earned(monkeypatch: pytest.Monk
     assert len(twins.step._plans) == 2
     assert twins.step.counts.reasons == {NOT_EARNED: 3}
     assert NOT_EARNED in " ".join(str(twins.step.report()).split())
-    twins.step._earnings.steps_s = 2.0
+    twins.step._earnings.steps_s = 4.0
     twins.lengths(14, 30, 30, 12)
     assert len(twins.step._plans) == 3  # the largest counts for more
-    twins.step._earnings.steps_s = 10.0
+    twins.step._earnings.steps_s = 20.0
     twins.lengths(12, 12, 14, 14)
     assert len(twins.step._plans) == 5
     assert twins.step.counts.plain == 5
 
 
-def test_at_the_beginning_plans_may_take_as_long_as_fifty_steps() -> None:
-    earnings = Earnings(explicit=False, first_s=2.0, plans_s=2.9)
+def test_at_the_beginning_plans_may_take_as_long_as_forty_steps() -> None:
+    earnings = Earnings(explicit=False, first_s=2.0, plans_s=1.9)
     assert earnings.waits(2, has_room=True, largest=False) == NOT_EARNED  # how long a step takes is not known yet
     earnings.spent_(0.1, on_plan=False)
     assert earnings.waits(2, has_room=True, largest=False) is None
@@ -267,14 +267,18 @@ def test_time_is_booked_on_plans_and_on_steps() -> None:
     assert earnings.first_s is not None
     assert earnings.first_s > 0
     assert earnings.steps_s == earnings.plans_s == 0
-    twins.lengths(12, 12)
-    assert earnings.plans_s == 0
-    assert earnings.steps_s > 0
-    twins.lengths(14)
+    twins.lengths(12)  # the first replay
     plans_s = earnings.plans_s
     assert plans_s > 0
-    twins.lengths(12, 14)
+    assert earnings.steps == earnings.steps_s == 0
+    twins.lengths(12, 12)
     assert earnings.plans_s == plans_s
+    assert earnings.steps == 2
+    assert earnings.steps_s > 0
+    twins.lengths(14, 14)
+    assert earnings.plans_s > plans_s
+    twins.lengths(12, 14)
+    assert earnings.steps == 4
 
 
 def test_plans_in_use_are_not_dropped_for_shapes_that_keep_coming() -> None:

@@ -1,9 +1,9 @@
 """Decides whether a batch of new shapes gets a plan of its own, or runs plainly in eager this time.
 
 A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So from
-the third on plans are earned. At the beginning all of them together may take as long as 50 steps; from then on all but
-the first take no more than a tenth of the time that steps have taken. A batch that is larger than all that are planned
-decides how much memory the training takes: for those it is a half.
+the third on plans are earned. At the beginning all of them together may take as long as 40 steps; from then on all but
+the first take no more than a twentieth of the time that steps have taken. A batch that is larger than all that are
+planned decides how much memory the training takes: for those it is a quarter.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from takeback.compiler.capture.site import level_of_user
 
 _FREE = 2  #: plans of one step for different shapes that need not be earned: the batch, and the last one of an epoch
-_EARLY_STEPS = 50
-_SHARE = 0.1  #: of the time of steps, for further plans
-_SHARE_FOR_LARGEST = 0.5
+_EARLY_STEPS = 40
+_SHARE = 0.05  #: of the time of steps, for further plans
+_SHARE_FOR_LARGEST = 0.25
 _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
 _SHARE_OF_MEMORY = 0.02
 _FEWEST = 8

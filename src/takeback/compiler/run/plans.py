@@ -123,6 +123,7 @@ class PlanCache(Sequence[Plan]):
 
     def __init__(self, most: int | None) -> None:
         self.last: Plan | None = None  #: the one used last, also after it was dropped
+        self.made = 0
         self.dropped = 0  #: for want of room
         self._given = most
         self._calls = 0
@@ -184,6 +185,7 @@ class PlanCache(Sequence[Plan]):
         return tuple(found.values())
 
     def add_(self, plan: Plan) -> None:
+        self.made += 1
         plan.used_at = self._calls = self._calls + 1
         self._plans = (plan, *self._plans)
         self.last = plan
