@@ -154,6 +154,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
+        self._maker.affords = self._earnings.affords
         self._replayer = Replayer(self._maker, self._plans, self._proof)
         self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)

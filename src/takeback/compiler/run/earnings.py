@@ -18,6 +18,7 @@ _FREE = 2  #: plans of one step for different shapes that need not be earned: th
 _EARLY_STEPS = 40
 _SHARE = 0.05  #: of the time of steps, for further plans
 _SHARE_FOR_LARGEST = 0.25
+_SHARE_FOR_SEARCHES = 0.1  #: that are made anew, where choices for smaller batches are not as good for a larger one
 _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
 _SHARE_OF_MEMORY = 0.02
 _FEWEST = 8
@@ -59,6 +60,10 @@ class Earnings:
         if self.plans_s <= self.steps_s * (_SHARE_FOR_LARGEST if largest else _SHARE):
             return None
         return NOT_EARNED
+
+    def affords(self, seconds: float) -> bool:
+        """Whether a search that takes so long, for a better plan of a larger batch, is worth its time."""
+        return self.explicit or self.plans_s + seconds <= self.steps_s * _SHARE_FOR_SEARCHES
 
     def _early_s(self) -> float:
         """What plans may take at the beginning; how long a step takes is known once there was one without a plan."""

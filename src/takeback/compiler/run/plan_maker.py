@@ -6,7 +6,7 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import CodeType
 
@@ -49,6 +49,7 @@ from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
 from takeback.progress import Doing, Work
 
+_SEARCH_S_PER_OP = 1e-3  #: about, where it is not known what a search takes: it was made by an earlier process
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
 _ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
@@ -72,6 +73,7 @@ class PlanMaker:
         self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     def start(self, what: str) -> Work:
@@ -198,7 +200,8 @@ class PlanMaker:
         """With what was chosen for a plan of other shapes, or else by a search of its own, and whether it was that."""
         if pattern is not None:
             planned = self.lay_out(finished, self.options, sharing, pattern.executor.layout)
-            if self.options.memory == "keep" or _as_good(planned.layout, finished.program, pattern):
+            good = self.options.memory == "keep" or _as_good(planned.layout, finished.program, pattern)
+            if good or not self.affords(max(pattern.spent.choosing_s, len(finished.program.ops) * _SEARCH_S_PER_OP)):
                 return planned, False
         return self.lay_out(finished, self.options, sharing), True
 
