@@ -135,7 +135,8 @@ class CompiledStep:
         self.grad_norm: torch.Tensor | None = None
         self._model, self._loss_fn, self._optimizers = model, loss_fn, optimizers
         self._plans = PlanCache(options.max_plans)
-        self._earnings = Earnings(explicit=options.max_plans is not None)
+        # Who asks for less memory than "auto" gives wants it from the first batch of each shape on.
+        self._earnings = Earnings(explicit=options.max_plans is not None or options.memory not in ("auto", "keep"))
         self._turn = Turn()
         self._news = subjects.NewPlans()
         self._derived: tuple[Derived, ...] = ()

@@ -251,6 +251,14 @@ def test_two_plans_are_free_and_further_ones_are_earned(monkeypatch: pytest.Monk
     assert twins.step.counts.plain == 5
 
 
+def test_who_asks_for_the_least_memory_gets_all_plans_at_once() -> None:
+    twins = Twins(memory="min")
+    twins.step._earnings.plans_s = 1e9
+    twins.lengths(20, 12, 14, 16)
+    assert len(twins.step._plans) == 4
+    assert twins.step.counts.plain == 0
+
+
 def test_at_the_beginning_plans_may_take_as_long_as_forty_steps() -> None:
     earnings = Earnings(explicit=False, first_s=2.0, plans_s=1.9)
     assert earnings.waits(2, has_room=True, largest=False) == NOT_EARNED  # how long a step takes is not known yet

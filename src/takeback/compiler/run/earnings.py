@@ -29,7 +29,8 @@ NO_ROOM = "their shapes are new, and all plans that there is room for (max_plans
 
 @dataclass
 class Earnings:
-    """Of one compiled step. `explicit`: the user has said how many plans he wants, and gets them at once."""
+    """Of one compiled step. `explicit`: the user has said how many plans he wants, or how much memory, and gets them at
+    once."""
 
     explicit: bool
     steps: int = 0
