@@ -110,11 +110,11 @@ def lay_out(
         return layout
     draft, problem, solution = (
         _known(draft, items, windows, known)
-        or _kept(draft, items, windows, near)
+        or _kept(draft, items, windows, scratch, near)
         or _solve(draft, items, windows, like)
     )
     if near is not None and near.arena is not None:
-        solution = min(solution, *_around(problem, windows, near.arena), key=lambda s: s.arena_bytes)
+        solution = min(solution, *_around(problem, windows, {}, near), key=lambda s: s.arena_bytes)
     validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
@@ -257,13 +257,17 @@ def _placing() -> placing.PlaceFunction | None:
 
 
 def _kept(
-    draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], near: Layout | None
+    draft: Draft,
+    items: tuple[Item, ...],
+    owners: Collection[BufferId],
+    scratch: Mapping[tuple[int, int], Item],
+    near: Layout | None,
 ) -> tuple[Draft, Problem, Solution] | None:
     """All offsets of a near layout, if what is new fits between them."""
     if near is None or near.arena is None:
         return None
     problem = Problem(items, packs=_packs(draft, owners))
-    for solution in _around(problem, owners, near.arena):
+    for solution in _around(problem, owners, scratch, near):
         if solution.arena_bytes <= near.arena.size_bytes:
             return draft, problem, solution
     return None
@@ -280,13 +284,33 @@ def compute_alike(one: Layout, other: Layout) -> bool:
     return all(a == b for op, a, b in requests if op.phase is not Phase.UPDATE)
 
 
-def _around(problem: Problem, buffers: Collection[BufferId], known: ArenaPlan) -> Iterator[Solution]:
+def _around(
+    problem: Problem, buffers: Collection[BufferId], scratch: Mapping[tuple[int, int], Item], near: Layout
+) -> Iterator[Solution]:
     """The offsets of another layout with what is new between them, if they still fit: lifetimes may have moved."""
-    kept = {ItemId(b): known.offsets[b] for b in buffers if b in known.offsets}
+    known = near.placed.offsets
+    kept = {ItemId(b): known[b] for b in buffers if b in known}
+    there = _inner(near)
+    kept |= {item.id: there[key][1] for key, item in scratch.items() if there.get(key, (-1, 0))[0] == item.size_bytes}
     solution = solve_around(problem, kept)
     with contextlib.suppress(PlanError):
         validate(problem, solution)
         yield solution
+
+
+def _inner(layout: Layout) -> dict[tuple[int, int], tuple[int, int]]:
+    """Size and offset of each op's scratch, by (op, number of the request)."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for position, (op, kind, asked) in enumerate(
+        zip(layout.program.ops, layout.kinds, layout.placed.requests, strict=True)
+    ):
+        answers = iter(asked)
+        for k, taken in enumerate(op.scratch):
+            if taken.result is None or asks_for_results(kind):
+                request = next(answers)
+                if taken.result is None and request.offset_bytes != PASS:
+                    found[position, k] = (request.size_bytes, request.offset_bytes)
+    return found
 
 
 def _packs(draft: Draft, owners: Collection[BufferId]) -> tuple[Pack, ...]:
