@@ -10,8 +10,9 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 # Tests run in two processes, and most of their models are tiny: a second thread would only wake up and wait. Tests of
 # what threads do set their own number.
 pytest test-all faults: export OMP_NUM_THREADS ?= 1
-# Where an environment forbids it each process that a test starts would compile takeback's source anew.
-pytest test-all: export PYTHONDONTWRITEBYTECODE :=
+# Modules are compiled when they are first imported: pip would compile thousands that nobody imports. Where an environment
+# forbids to keep the result, each process would do so anew.
+demo pytest test-all: export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
@@ -45,7 +46,7 @@ bench: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
