@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 from takeback.compiler.passes import recompute
+from takeback.compiler.run.eager import eager_step
 from takeback.compiler.run.earnings import NO_ROOM, NOT_EARNED, Earnings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -116,6 +117,37 @@ def test_siblings_have_eagers_bits_with_dead_bytes_poisoned() -> None:
     twins = Twins(memory="min", poison=True)
     twins.lengths(24, 24, 12, 12, 20, 20, 5, 5)
     assert twins.siblings == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "scales"),
+    [
+        ({"clip_norm": 0.1}, False),
+        ({"clip_norm": 0.1}, True),
+        ({"accumulate": 2}, False),
+        ({"update": "early"}, False),
+    ],
+    ids=["clip", "scaler and clip", "accumulate", "early"],
+)
+def test_siblings_have_eagers_bits_with_all_that_comes_after_the_backward(
+    options: dict[str, Any], scales: bool
+) -> None:
+    """A sibling is recorded once: what its recording leaves is what the update gets."""
+    model = Tagger()
+    twin = copy.deepcopy(model)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), 0.01) for m in (model, twin))
+    scalers = [torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if scales else None for _ in range(2)]
+    step = tb.compile_step(model, loss_fn, ours, max_plans=16, memory="keep", scaler=scalers[0], **options)
+    recipe = {name: value for name, value in options.items() if name != "update"}
+    for i, length in enumerate((24, 24, 24, 12, 12, 20, 20, 12)):
+        given = batch(length, i, rows=4)
+        torch.manual_seed(i)
+        eager_step(twin, loss_fn, theirs, (given,), scaler=scalers[1], **recipe)
+        torch.manual_seed(i)
+        step(given)
+        for (name, p), q in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert torch.equal(p, q[1]), f"{name} after step {i}"
+    assert sum(plan.is_sibling for plan in step._plans) == 2
 
 
 def test_one_comparison_with_eager_serves_a_family(monkeypatch: pytest.MonkeyPatch) -> None:

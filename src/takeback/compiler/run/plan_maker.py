@@ -131,6 +131,7 @@ class PlanMaker:
             got.rewind_()
         return got.program
 
+    @collector_paused()
     def plan(
         self,
         key: Hashable,
@@ -143,19 +144,6 @@ class PlanMaker:
     ) -> Plan:
         """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
         taken over, if they are as good here."""
-        with collector_paused():
-            return self._plan(key, outline, subject, got, leaves, sibling, micro)
-
-    def _plan(
-        self,
-        key: Hashable,
-        outline: Hashable,
-        subject: Subject,
-        got: Capture,
-        leaves: Sequence[torch.Tensor],
-        sibling: Plan | None,
-        micro: Microbatch | None,
-    ) -> Plan:
         family = sibling.family if sibling is not None else Family()
         self.work.begin(Doing.RECORDING)  # of the update
         finished = self._finished(subject, got, leaves, micro, family.pattern)
