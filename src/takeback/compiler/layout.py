@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from takeback import native
 from takeback.compiler.ownership import borrow
-from takeback.compiler.ownership.facts import EMPTY
+from takeback.compiler.ownership.facts import EMPTY, may_write_onto
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
 from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, owner_of
@@ -37,8 +37,9 @@ from takeback.compiler.plan import (
     solve_around,
     validate,
 )
-from takeback.compiler.program import BufferId, Op, Phase, Program, Region, show_op
+from takeback.compiler.program import BufferId, Op, Phase, Program, Region, Special, regions, show_op
 from takeback.errors import BorrowError, PlanError
+from takeback.flat import ALIGNMENT_BYTES, rounded_up
 from takeback.options import compiler, open_cache
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
@@ -98,6 +99,33 @@ def lay_out(
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
     program with a little other scratch: its offsets are kept where that makes the arena no larger. `like` is how a
     sibling of the program was placed. `known` are offsets that were found for this very program: used if they fit."""
+    layout = propose(draft, near, like, known)
+    check_layout(layout)
+    return layout
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises `PlanError` or `BorrowError` unless a layout, as it is to be run, gives every value bytes of its own as
+    long as it is read. Where there is no arena, the code is what is proved (run/audit.py)."""
+    arena = layout.arena
+    if arena is None:
+        return
+    windows, scratch = _items(layout.program, layout.kinds, layout.alive, layout.owners)
+    apart = [b for b, owner in layout.owners.items() if arena.offsets[b] != arena.offsets[owner]]
+    if apart:
+        raise PlanError(f"%{apart[0]} is to have the bytes of %{layout.owners[apart[0]]}, and lies elsewhere.")
+    answers = _inner(layout)
+    offsets = {ItemId(b): arena.offsets[b] for b in windows}
+    offsets |= {item.id: answers[key][1] for key, item in scratch.items() if key in answers}
+    problem = Problem((*windows.values(), *scratch.values()), packs=_packs(layout.draft, windows))
+    validate(problem, Solution(offsets, arena.size_bytes, arena.order))
+    borrow.check(effects(layout))
+
+
+def propose(
+    draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None, known: Solution | None = None
+) -> Layout:
+    """A layout that has not been checked."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -115,16 +143,13 @@ def lay_out(
     )
     if near is not None and near.arena is not None:
         solution = min(solution, *_around(problem, windows, {}, near), key=lambda s: s.arena_bytes)
-    validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
     placing = solution.placing or like
     arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing, solution)
-    layout = replace(layout, draft=draft, arena=arena)
-    borrow.check(effects(layout))
-    return layout
+    return replace(layout, draft=draft, arena=arena)
 
 
 def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0) -> int:
@@ -357,16 +382,22 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
     empty = {r.buffer for op in program.ops if op.target in EMPTY for r in op.outputs}
     count = 0
 
-    def access(buffer: BufferId) -> borrow.Access:
+    def access(buffer: BufferId, position: int) -> borrow.Access:
         start = arena.offsets[buffer]
-        size = program.buffers[buffer].size_bytes
-        return borrow.Access(
-            version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}"
-        )
+        end = start + program.buffers[buffer].size_bytes
+        name = program.buffers[buffer].name or f"%{buffer}"
+        if end > arena.size_bytes:
+            raise BorrowError(f"{name} reaches beyond the arena of {arena.size_bytes} bytes, to {end}")
+        life = layout.alive[buffer]
+        if not life.start <= position < life.end:
+            raise BorrowError(f"{name} is in use at op {position}, outside of its lifetime [{life.start}, {life.end})")
+        return borrow.Access(version[buffer], borrow.Span(start, end), name)
 
     for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
         if kind is Kind.NOTHING:
             continue
+        if op.target is Special.REDUCE:
+            _check_bucket(op, arena)
         mutated = set(op.mutates)
         placed = [r.buffer for r in op.inputs if r.buffer in arena.offsets]
         # A buffer's first write may be an op that fills it in place, and what torch.empty gave holds anything.
@@ -374,7 +405,7 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
         if early:
             raise BorrowError(f"{show_op(op, program.buffers)[:200]} reads %{early[0]} before anything has written it")
         read = dict.fromkeys(b for b in placed if b in version)
-        reads = {b: access(b) for b in read}
+        reads = {b: access(b, position) for b in read}
         written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in arena.offsets)
         written.update(dict.fromkeys(b for b in mutated if b in arena.offsets))
         allowed: set[tuple[int, int]] = set()
@@ -383,17 +414,15 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             before = version.get(b)
             count += 1
             version[b] = count
-            writes.append(access(b))
+            writes.append(access(b, position))
             if b in mutated and before is not None:
                 allowed.add((count, before))
             placement = layout.draft.placements.get(b)
             if isinstance(placement, Overwrites) and placement.op == position:
-                allowed.add((count, reads[placement.buffer].value))
-        scratch = tuple(
-            borrow.Span(e.offset_bytes, e.offset_bytes + e.size_bytes)
-            for e in arena.requests[position]
-            if e.result is None and e.offset_bytes != PASS
-        )
+                onto = reads.get(placement.buffer)
+                if onto is not None and may_write_onto(op, b, placement.buffer, program.buffers):
+                    allowed.add((count, onto.value))
+        scratch = tuple(_scratch_spans(arena.requests[position], program))
         label = _Label(op, program)
         operands = tuple(reads.values())
         if scratch:
@@ -401,3 +430,31 @@ def effects(layout: Layout) -> Iterator[borrow.Effect]:
             # survive it, the results come after it. What overlaps in time as well is the validator's to find.
             yield borrow.Effect(position, _Label(op, program, "scratch of "), operands, (), scratch=scratch)
         yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))
+    end = len(program.ops)
+    last = [b for b in dict.fromkeys((*(r.buffer for r in program.returned), *sorted(layout.draft.kept))) if b in version]
+    survivors = tuple(access(b, end - 1) for b in last)
+    yield borrow.Effect(end, "the caller, after the step", survivors, ())
+
+
+def _scratch_spans(requests: tuple[Request, ...], program: Program) -> Iterator[borrow.Span]:
+    """What an op takes for itself: its scratch, and what it takes for a result beyond the result's own bytes."""
+    for e in requests:
+        if e.offset_bytes != PASS:
+            own = program.buffers[e.result].size_bytes if e.result is not None else 0
+            if e.size_bytes > own:
+                yield borrow.Span(e.offset_bytes + own, e.offset_bytes + e.size_bytes)
+
+
+def _check_bucket(op: Op, arena: ArenaPlan) -> None:
+    """A group averages a bucket in one piece: its slices must lie in the order of the flat tensor, as on every rank."""
+    _, numel, members = op.args
+    held = tuple(regions(members))
+    start = at = arena.offsets[held[0].buffer]
+    end = start
+    for region in held:
+        size = region.numel * region.dtype.itemsize
+        if arena.offsets[region.buffer] != at:
+            raise BorrowError(f"slice %{region.buffer} is at {arena.offsets[region.buffer]}, and its bucket has it at {at}")
+        end, at = at + size, at + rounded_up(size, ALIGNMENT_BYTES)
+    if end - start != numel * held[0].dtype.itemsize:
+        raise BorrowError(f"a bucket has {end - start} bytes, and the group expects {numel} elements")
