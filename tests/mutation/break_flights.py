@@ -9,6 +9,7 @@ from random import Random
 from break_programs import shifted
 from mutant import Mutant, fits, moved, owners_of, proposed, span_of, with_ops
 from plans_to_break import Subject
+
 from takeback.compiler.program import Op, Phase, Special
 
 
@@ -84,4 +85,6 @@ def _read(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | None
     ops = list(draft.program.ops)
     if draw.random() < 0.7:
         ops[source] = replace(ops[source], phase=Phase.BACKWARD)
-    return Mutant(proposed(shifted(with_ops(draft, tuple(ops)), source, wait)), f"op {source} runs before the group is done")
+    return Mutant(
+        proposed(shifted(with_ops(draft, tuple(ops)), source, wait)), f"op {source} runs before the group is done"
+    )

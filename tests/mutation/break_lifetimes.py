@@ -7,6 +7,7 @@ from random import Random
 
 from mutant import Mutant, fits, moved, owners_of, proposed, size_of, span_of
 from plans_to_break import Subject
+
 from takeback.compiler.ownership.lifetimes import Lifetime
 from takeback.compiler.program import BufferId
 

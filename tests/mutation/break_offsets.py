@@ -7,6 +7,7 @@ from random import Random
 
 from mutant import ALIGNMENT, Mutant, fits, moved, owners_of, span_of
 from plans_to_break import Subject
+
 from takeback.compiler.layout import Layout, Request
 
 

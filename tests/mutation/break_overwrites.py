@@ -8,6 +8,7 @@ from random import Random
 
 from mutant import Mutant, proposed, size_of
 from plans_to_break import Subject
+
 from takeback.compiler.passes.draft import Fresh, Overwrites, Packed
 from takeback.compiler.program import Region, Special
 

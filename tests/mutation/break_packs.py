@@ -7,6 +7,7 @@ from random import Random
 
 from mutant import Mutant, fits, moved, owners_of, size_of, span_of
 from plans_to_break import Subject
+
 from takeback.compiler.passes.draft import Packed
 from takeback.compiler.program import BufferId
 
@@ -21,7 +22,9 @@ def reuse_slice(subject: Subject, draw: Random) -> Mutant | None:
     if alike and draw.random() < 0.2:
         return _exchanged(subject, taken, draw.choice(alike))
     start, end = span_of(layout, taken)
-    beside = [b for b in owners_of(layout) if b != taken and start < span_of(layout, b)[1] and span_of(layout, b)[0] < end]
+    beside = [
+        b for b in owners_of(layout) if b != taken and start < span_of(layout, b)[1] and span_of(layout, b)[0] < end
+    ]
     at = layout.placed.offsets[taken] + draw.choice((0, 0, 64, -64))
     beside = [b for b in beside if fits(layout, b, at)]
     if not beside:

@@ -9,6 +9,7 @@ from random import Random
 
 from mutant import Mutant, proposed, with_ops
 from plans_to_break import Subject
+
 from takeback.compiler.passes.draft import Draft, Overwrites
 from takeback.compiler.program import Argument, Op, Program, Region, Special
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 import torch
-
 from mutant import Mutant, proposed
 from plans_to_break import Subject
+
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.draft import Choice, Draft, Rebuild
 from takeback.compiler.passes.overwrite import overwrite

@@ -26,4 +26,6 @@ def shrink(subject: Subject, draw: Random) -> Mutant | None:
         return Mutant(small, what)
     # The placer alone was told so: the program is as it was. What lies last may need an arena that is as large.
     grown = replace(small.placed, size_bytes=small.placed.size_bytes + size)
-    return Mutant(replace(small, draft=replace(draft, placements=small.draft.placements), arena=grown), f"placed as if {what}")
+    return Mutant(
+        replace(small, draft=replace(draft, placements=small.draft.placements), arena=grown), f"placed as if {what}"
+    )

@@ -169,7 +169,7 @@ class _Machine:
             self._arrive()
 
     def _send(self, op: Op) -> None:
-        """A bucket leaves: from its first slice to its last, these bytes are the group's, who may write them any time."""
+        """A bucket leaves: from its first slice to its last, these bytes are the group's, to write at any time."""
         number, _, members = op.args
         held = list(_regions(members))
         start = self.offsets[held[0].buffer]

@@ -22,6 +22,7 @@ from break_shapes import stale
 from break_sizes import shrink
 from mutant import Mutant, Mutator
 from plans_to_break import Subject
+
 from takeback.compiler.form import FormError, check_form
 from takeback.compiler.layout import Layout, check_layout
 from takeback.compiler.ownership.meaning import MeaningError, check_meaning

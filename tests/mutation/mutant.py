@@ -8,6 +8,7 @@ from random import Random
 from unittest import mock
 
 from plans_to_break import Subject
+
 from takeback.compiler import layout as layout_module
 from takeback.compiler.layout import Layout, Request, propose
 from takeback.compiler.ownership.lifetimes import Lifetime
@@ -46,7 +47,7 @@ def proposed(draft: Draft, alive: Mapping[BufferId, Lifetime] | None = None) -> 
     """A layout for a faulty draft, or for lifetimes that are not the program's: whoever places goes by them."""
     if alive is None:
         return propose(draft)
-    with mock.patch.object(layout_module, "lifetimes", lambda *given: alive):
+    with mock.patch.object(layout_module, "lifetimes", return_value=alive):
         return propose(draft)
 
 
@@ -71,4 +72,4 @@ def size_of(layout: Layout, buffer: BufferId) -> int:
 
 
 def fits(layout: Layout, owner: BufferId, offset: int) -> bool:
-    return 0 <= offset and offset + size_of(layout, owner) <= layout.placed.size_bytes
+    return offset >= 0 and offset + size_of(layout, owner) <= layout.placed.size_bytes

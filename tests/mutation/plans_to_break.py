@@ -150,12 +150,17 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("tied, min", _own(Tied, entropy, momentum), _rows(8, 12, 5), _rows(6, 12, 5), {"memory": "min"}),
     Recipe("tied, early", _own(Tied, entropy, adamw), _rows(8, 12, 5), None, {"update": "early", "keep_grads": False}),
     Recipe("tied, accumulated", _own(Tied, entropy, adamw), _rows(8, 12, 5), None, {"accumulate": 2}),
-    Recipe("dropped, min", _own(Dropped, square, adamw), _rows(12, 16, 3), _rows(9, 16, 3), {"memory": "min"}, quick=True),
+    Recipe(
+        "dropped, min", _own(Dropped, square, adamw), _rows(12, 16, 3), _rows(9, 16, 3), {"memory": "min"}, quick=True
+    ),
     Recipe("dropped, clipped", _own(Dropped, square, momentum), _rows(12, 16, 3), None, {"clip_norm": 0.1}),
     Recipe("pictures, min", _own(Pictures, entropy, momentum), _pictures(3, 6), _pictures(2, 6), {"memory": "min"}),
     Recipe("pictures, auto", _own(Pictures, entropy, adamw), _pictures(3, 6), _pictures(3, 8), {"keep_grads": False}),
     Recipe("grouped", _own(Dropped, square, adamw), _rows(12, 16, 3), None, {"group": True}, quick=True),
-    Recipe("grouped, tied, min", _own(Tied, entropy, momentum), _rows(8, 12, 5), None, {"group": True, "memory": "min"}),
+    Recipe(
+        "grouped, tied, min", _own(Tied, entropy, momentum), _rows(8, 12, 5), None, {"group": True, "memory": "min"}
+    ),
+    Recipe("grouped, gpt", _small_gpt, _tokens(2, 8), None, {"group": True}),
     Recipe("gpt, min", _small_gpt, _tokens(2, 8), _tokens(2, 6), {"memory": "min"}),
     Recipe("gpt, early", _small_gpt, _tokens(2, 8), _tokens(3, 8), {"update": "early", "keep_grads": False}),
     Recipe("zoo mlp", *_zoo("mlp", 4), None, {"memory": "keep"}),
@@ -179,6 +184,11 @@ class Subject:
     settings: PassSettings
     eagers: dict[str, Tensor]
     state: dict[str, Tensor]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether to judge a mutant of it takes long."""
+        return self.layout.placed.size_bytes > 100_000
 
     @property
     def recorded(self) -> Program:

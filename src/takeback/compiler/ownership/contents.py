@@ -6,8 +6,11 @@ that was there before the step. One `SymbolTable` serves several walks, so that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from takeback.compiler.program import Buffer, BufferId, Region
 
@@ -32,7 +35,7 @@ class SymbolTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class Written:
     """What one write left in a buffer."""
 
     region: Region
@@ -44,18 +47,18 @@ class Contents:
 
     def __init__(self, table: SymbolTable, buffers: Mapping[BufferId, Buffer]) -> None:
         self._table, self._buffers = table, buffers
-        self._layers: dict[BufferId, tuple[Layer, ...]] = {}
+        self._layers: dict[BufferId, tuple[Written, ...]] = {}
 
-    def layers(self, buffer: BufferId) -> tuple[Layer, ...]:
+    def layers(self, buffer: BufferId) -> tuple[Written, ...]:
         return self._layers.get(buffer, ())
 
     def is_whole(self, region: Region) -> bool:
         """Whether a region is all of its buffer, each byte once."""
-        return region.packed and region.span_bytes == (0, self._buffers[region.buffer].size_bytes)
+        return _span(region) == (0, self._buffers[region.buffer].size_bytes) and _is_packed(region)
 
     def read(self, region: Region) -> Symbol:
         """What a region holds now."""
-        over: list[Layer] = []  # newest first, down to one that covers the region
+        over: list[Written] = []  # newest first, down to one that covers the region
         for layer in reversed(self._layers.get(region.buffer, ())):
             if layer.region.same_place(region) and not over:
                 return layer.symbol
@@ -77,17 +80,17 @@ class Contents:
         return None
 
     def write(self, region: Region, symbol: Symbol) -> None:
-        if region.numel == 0:
+        if _span(region)[1] == 0:
             return
-        below = () if self.is_whole(region) else self._layers.get(region.buffer, ())
+        below = self._layers.get(region.buffer, ())
         kept = tuple(layer for layer in below if not _covers(region, layer.region))
-        self._layers[region.buffer] = (*kept, Layer(region, symbol))
+        self._layers[region.buffer] = (*kept, Written(region, symbol))
 
     def forget(self, buffer: BufferId) -> None:
         """From now on it holds nothing that is meant."""
         self._layers[buffer] = ()
 
-    def replace(self, buffer: BufferId, layers: tuple[Layer, ...]) -> None:
+    def replace(self, buffer: BufferId, layers: tuple[Written, ...]) -> None:
         self._layers[buffer] = layers
 
     def final(self, buffer: BufferId) -> tuple[tuple[object, ...], ...]:
@@ -102,7 +105,7 @@ class Contents:
             return self._table.of("given", region.buffer, *_place(region))
         return self._table.of("nothing", *_place(region))
 
-    def _part(self, layer: Layer, region: Region) -> Symbol:
+    def _part(self, layer: Written, region: Region) -> Symbol:
         own, item = layer.region, layer.region.dtype.itemsize
         distance = region.offset * region.dtype.itemsize - own.offset * item
         look = (own.dtype, own.shape, own.stride, distance, *_place(replace(region, offset=0)))
@@ -111,7 +114,7 @@ class Contents:
             return self._table.of("average", self._table.of("part", inside[0], *look))
         return self._table.of("part", layer.symbol, *look)
 
-    def _mixed(self, over: list[Layer], region: Region) -> Symbol:
+    def _mixed(self, over: list[Written], region: Region) -> Symbol:
         below = self._before(region) if not _covers(over[-1].region, region) else None
         begin = region.offset * region.dtype.itemsize
         parts = tuple(
@@ -126,11 +129,27 @@ def _place(region: Region) -> tuple[object, ...]:
 
 
 def _overlap(a: Region, b: Region) -> bool:
-    first, second = a.span_bytes, b.span_bytes
+    first, second = _span(a), _span(b)
     return max(first[0], second[0]) < min(first[1], second[1])
 
 
 def _covers(a: Region, b: Region) -> bool:
     """Whether each byte of `b` is one of `a`."""
-    first, second = a.span_bytes, b.span_bytes
-    return a.packed and first[0] <= second[0] and second[1] <= first[1]
+    first, second = _span(a), _span(b)
+    return first[0] <= second[0] and second[1] <= first[1] and _is_packed(a)
+
+
+@functools.lru_cache(maxsize=4096)  # a program has few geometries
+def _form(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, bool]:
+    """Elements from the first one that is touched to the last, and whether each of them is touched once."""
+    region = Region(BufferId(0), torch.uint8, shape, stride, 0)
+    return region.span_bytes[1], region.packed
+
+
+def _span(region: Region) -> tuple[int, int]:
+    count, item = _form(region.shape, region.stride)[0], region.dtype.itemsize
+    return (region.offset * item, (region.offset + count) * item) if count else (0, 0)
+
+
+def _is_packed(region: Region) -> bool:
+    return _form(region.shape, region.stride)[1]
