@@ -5,7 +5,6 @@ layout of it for real, in poison mode, beside eager.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,8 @@ import takeback as tb
 from harness import eager_step, gradients_of, same, state_of
 from takeback import flat, zoo
 from takeback.compiler.layout import Layout
-from takeback.compiler.passes import recompute, run_passes
-from takeback.compiler.passes.draft import Draft
-from takeback.compiler.passes.pipeline import PassSettings
-from takeback.compiler.planning import settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run.arena_executor import ArenaExecutor
-from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.plans import Plan
 
 
@@ -56,8 +50,9 @@ class Dropped(nn.Module):
         self.norm = nn.LayerNorm(16)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = F.dropout(F.gelu(self.norm(layer(x))), 0.2)
+        for i, layer in enumerate(self.layers):
+            x = F.gelu(self.norm(layer(x)))
+            x = F.dropout(x, 0.2) if i else x * (torch.rand_like(x) > 0.2)
         return x
 
 
@@ -181,7 +176,6 @@ class Subject:
     batch: tuple[Tensor, ...]
     layout: Layout
     sibling: Layout | None
-    settings: PassSettings
     eagers: dict[str, Tensor]
     state: dict[str, Tensor]
 
@@ -197,11 +191,6 @@ class Subject:
     @property
     def kept(self) -> frozenset[BufferId]:
         return self.plan.finished.kept
-
-    @functools.cached_property
-    def unplaced(self) -> Draft:
-        """The draft as `recompute` gets to see it."""
-        return run_passes(self.recorded, self.kept, self.settings, before=recompute.recompute)
 
     def run(self, layout: Layout) -> str | None:
         """Runs a layout for real, in poison mode. What is not as in eager, in words; None if all of it is."""
@@ -277,10 +266,4 @@ def made(recipe: Recipe, group: Any) -> Subject:
     recipe_names = ("accumulate", "clip_norm")
     loss = eager_step(model, loss_fn, optimizer, batch, **{k: v for k, v in settings.items() if k in recipe_names})
     eagers = seen(model, optimizer, loss, bool(settings["keep_grads"]))
-    passes = settings_for(
-        plan.original,
-        step.options,
-        cost_of(plan.original),
-        sharing=step._group.sharing if step._group is not None else None,
-    )
-    return Subject(recipe.name, step, plan, batch, plan.executor.layout, sibling, passes, eagers, state)
+    return Subject(recipe.name, step, plan, batch, plan.executor.layout, sibling, eagers, state)
