@@ -33,17 +33,17 @@ A plan runs only after it has passed these checks, also if it was read from the 
 | validator | no two items have the same bytes at the same time; packed slices lie where they belong |
 | borrow check | every byte that is read, by an op or by the caller, was last written by the value that is meant |
 
-To see that they catch everything, faults are injected into valid plans of real recorded steps ({plans} plans, of {least}
-to {most} ops). Whether a fault is harmful is found without the checks: an oracle runs the broken plan with a tag for
-every byte, which says how the byte came about, and compares what the step leaves behind; what the checks accept is also
-run for real, in poison mode, and every tensor is compared with eager's, bit by bit.
+To see that they catch everything, faults are injected into valid plans of real recorded steps ({plans} plans, of
+{least} to {most} ops). Whether a fault is harmful is found without the checks: an oracle runs the broken plan with a
+tag for every byte, which says how the byte came about, and compares what the step leaves behind; what the checks accept
+is also run for real, in poison mode, and every tensor is compared with eager's, bit by bit.
 
 | fault | injected | harmful | caught | harmless, accepted | harmless, rejected |
 |---|--:|--:|--:|--:|--:|
 {rows}
 
-**Caught: {caught} of {harmful} harmful faults ({share}).** `tests/mutation/run_mutations.py`, seed {seed}, {date}, torch
-{torch}, Python {python}, {hardware}, {minutes} minutes.
+**Caught: {caught} of {harmful} harmful faults ({share}).** `tests/mutation/run_mutations.py`, seed {seed}, {date},
+torch {torch}, Python {python}, {hardware}, {minutes} minutes.
 
 What takes no part: how long an op needs its scratch is measured in a first replay, and no check could know it better. A
 plan from the cache brings it along; the cache is private to the user, and each entry has a digest.
