@@ -41,7 +41,7 @@ def _leave_early(subject: Subject, draw: Random, send: int, wait: int) -> Mutant
     """The bucket is handed over before its last slice is complete."""
     draft = subject.layout.draft
     target = max(0, send - draw.choice((1, 2, 3, 5, 9, 15)))
-    return Mutant(proposed(shifted(draft, send, target)), f"the bucket of op {send} leaves at {target}")
+    return Mutant(proposed(subject.layout, shifted(draft, send, target)), f"the bucket of op {send} leaves at {target}")
 
 
 def _arrive_late(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | None:
@@ -51,7 +51,9 @@ def _arrive_late(subject: Subject, draw: Random, send: int, wait: int) -> Mutant
     target = min(len(draft.program.ops) - 1, wait + by)
     moved_op = replace(draft.program.ops[wait], phase=draft.program.ops[target].phase)
     ops = (*draft.program.ops[:wait], moved_op, *draft.program.ops[wait + 1 :])
-    return Mutant(proposed(shifted(with_ops(draft, ops), wait, target)), f"the group is waited for at {target}")
+    return Mutant(
+        proposed(subject.layout, shifted(with_ops(draft, ops), wait, target)), f"the group is waited for at {target}"
+    )
 
 
 def _forget(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | None:
@@ -67,7 +69,7 @@ def _forget(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | No
     args = (*op.args[:-1], left)
     less = replace(op, args=args, mutates=tuple(dict.fromkeys(r.buffer for r in left)))
     ops = (*draft.program.ops[:position], less, *draft.program.ops[position + 1 :])
-    return Mutant(proposed(with_ops(draft, ops)), f"%{out.buffer} is left out of {op.name}")
+    return Mutant(proposed(subject.layout, with_ops(draft, ops)), f"%{out.buffer} is left out of {op.name}")
 
 
 def _read(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | None:
@@ -86,5 +88,6 @@ def _read(subject: Subject, draw: Random, send: int, wait: int) -> Mutant | None
     if draw.random() < 0.7:
         ops[source] = replace(ops[source], phase=Phase.BACKWARD)
     return Mutant(
-        proposed(shifted(with_ops(draft, tuple(ops)), source, wait)), f"op {source} runs before the group is done"
+        proposed(subject.layout, shifted(with_ops(draft, tuple(ops)), source, wait)),
+        f"op {source} runs before the group is done",
     )

@@ -24,7 +24,7 @@ def shorten(subject: Subject, draw: Random) -> Mutant | None:
     alive = {**layout.alive, victim: Lifetime(life.start, end)}
     what = f"%{victim} dies at {end} instead of {life.end}"
     if draw.random() < 0.5:
-        return Mutant(proposed(layout.draft, alive), what)
+        return Mutant(proposed(subject.layout, layout.draft, alive), what)
     return _given_on(subject, draw, victim, alive, end, what)
 
 
@@ -51,4 +51,4 @@ def swap(subject: Subject, draw: Random) -> Mutant | None:
     if layout.alive[one] == layout.alive[other]:
         return None
     alive = {**layout.alive, one: layout.alive[other], other: layout.alive[one]}
-    return Mutant(proposed(layout.draft, alive), f"%{one} and %{other} have each other's lifetimes")
+    return Mutant(proposed(subject.layout, layout.draft, alive), f"%{one} and %{other} have each other's lifetimes")

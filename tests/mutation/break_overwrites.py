@@ -36,5 +36,5 @@ def overwrite_wrong(subject: Subject, draw: Random) -> Mutant | None:
     placements = {**draft.placements, result.buffer: Overwrites(operand.buffer, position)}
     if isinstance(draft.placements.get(result.buffer), Packed):
         placements = {b: Fresh() if isinstance(p, Packed) else p for b, p in placements.items()}
-    mutated = proposed(replace(draft, placements=placements))
+    mutated = proposed(subject.layout, replace(draft, placements=placements))
     return Mutant(mutated, f"op {position} ({op.name}) writes %{result.buffer} onto %{operand.buffer}")

@@ -30,7 +30,9 @@ def redirect(subject: Subject, draw: Random) -> Mutant | None:
     other = draw.choice(others)
     ops = (*program.ops[:position], _reading(op, operand, other), *program.ops[position + 1 :])
     changed = replace(with_ops(draft, ops), placements=_without(draft, position, operand))
-    return Mutant(proposed(changed), f"op {position} reads %{other.buffer} instead of %{operand.buffer}")
+    return Mutant(
+        proposed(subject.layout, changed), f"op {position} reads %{other.buffer} instead of %{operand.buffer}"
+    )
 
 
 def _others(program: Program, position: int, operand: Region) -> list[Region]:
@@ -74,7 +76,7 @@ def reorder(subject: Subject, draw: Random) -> Mutant | None:
     other = min(count - 1, one + draw.choice((1, 1, 2, 3, 5, 8, 20)))
     if one == other:
         return None
-    return Mutant(proposed(swapped(draft, one, other)), f"ops {one} and {other} have changed places")
+    return Mutant(proposed(subject.layout, swapped(draft, one, other)), f"ops {one} and {other} have changed places")
 
 
 def swapped(draft: Draft, one: int, other: int) -> Draft:

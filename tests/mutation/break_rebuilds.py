@@ -20,7 +20,9 @@ def rebuild_wrong(subject: Subject, draw: Random) -> Mutant | None:
     if not chances:
         return None
     position, before = draw.choice(random_ones if random_ones and draw.random() < 0.8 else chances)
-    return Mutant(proposed(again(draft, position, before)), f"op {position} runs again before op {before}")
+    return Mutant(
+        proposed(subject.layout, again(draft, position, before)), f"op {position} runs again before op {before}"
+    )
 
 
 def again(draft: Draft, position: int, before: int) -> Draft:

@@ -19,7 +19,9 @@ def stale(subject: Subject, draw: Random) -> Mutant | None:
         if ops[position].target is not sibling.program.ops[position].target:
             return None
         ops[position] = sibling.program.ops[position]
-        return Mutant(proposed(with_ops(layout.draft, tuple(ops))), f"op {position} is of another shape")
+        return Mutant(
+            proposed(subject.layout, with_ops(layout.draft, tuple(ops))), f"op {position} is of another shape"
+        )
     part = draw.choice((1.0, 0.7, 0.4, 0.2, 0.1))
     there = sibling.placed.offsets
     places = {b: there[b] for b in owners_of(layout) if b in there and draw.random() < part}

@@ -20,7 +20,7 @@ def shrink(subject: Subject, draw: Random) -> Mutant | None:
     size = size_of(layout, buffer)
     smaller = draw.choice((size // 2, size - 4, size // 4, max(4, size - 64)))
     buffers = {**draft.program.buffers, buffer: replace(draft.program.buffers[buffer], size_bytes=smaller)}
-    small = proposed(replace(draft, program=replace(draft.program, buffers=buffers)))
+    small = proposed(subject.layout, replace(draft, program=replace(draft.program, buffers=buffers)))
     what = f"%{buffer} has {smaller} bytes instead of {size}"
     if draw.random() < 0.3:
         return Mutant(small, what)

@@ -16,6 +16,7 @@ from takeback.compiler.passes.draft import Draft
 from takeback.compiler.program import BufferId, Op
 
 ALIGNMENT = 64
+_ANY = 1 << 60  #: an arena of any size will do
 
 
 @dataclass(frozen=True)
@@ -43,12 +44,15 @@ def moved(layout: Layout, places: Mapping[BufferId, int]) -> Layout:
     return replace(layout, arena=replace(layout.placed, offsets=offsets, requests=requests))
 
 
-def proposed(draft: Draft, alive: Mapping[BufferId, Lifetime] | None = None) -> Layout:
-    """A layout for a faulty draft, or for lifetimes that are not the program's: whoever places goes by them."""
+def proposed(layout: Layout, draft: Draft, alive: Mapping[BufferId, Lifetime] | None = None) -> Layout:
+    """A layout for a faulty draft, or for lifetimes that are not the program's: whoever places goes by them. Things are
+    placed in the order in which they were in the valid layout, which is quick."""
+    order = layout.placed.placing
+    like = replace(order, arena_bytes=_ANY) if order is not None else None
     if alive is None:
-        return propose(draft)
+        return propose(draft, like=like)
     with mock.patch.object(layout_module, "lifetimes", return_value=alive):
-        return propose(draft)
+        return propose(draft, like=like)
 
 
 def with_ops(draft: Draft, ops: tuple[Op, ...]) -> Draft:
