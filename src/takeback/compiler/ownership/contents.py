@@ -58,9 +58,12 @@ class Contents:
 
     def read(self, region: Region) -> Symbol:
         """What a region holds now."""
+        layers = self._layers.get(region.buffer, ())
+        if layers and layers[-1].region.same_place(region):
+            return layers[-1].symbol
         over: list[Written] = []  # newest first, down to one that covers the region
-        for layer in reversed(self._layers.get(region.buffer, ())):
-            if layer.region.same_place(region) and not over:
+        for layer in reversed(layers):
+            if not over and layer.region.same_place(region):
                 return layer.symbol
             if not _overlap(layer.region, region):
                 continue
@@ -83,7 +86,7 @@ class Contents:
         if _span(region)[1] == 0:
             return
         below = self._layers.get(region.buffer, ())
-        kept = tuple(layer for layer in below if not _covers(region, layer.region))
+        kept = tuple(layer for layer in below if not _covers(region, layer.region)) if below else ()
         self._layers[region.buffer] = (*kept, Written(region, symbol))
 
     def forget(self, buffer: BufferId) -> None:

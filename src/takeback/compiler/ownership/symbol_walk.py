@@ -34,6 +34,10 @@ _BY_ROWS = frozenset(("nll_loss_backward", "_log_softmax_backward_data"))
 _BATCH_NORMS = frozenset((aten.native_batch_norm.default, aten.cudnn_batch_norm.default))
 
 
+#: Arguments that are themselves. Others are told apart by their identity: passes hand them on.
+_PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
 class MeaningError(AssertionError):
     """The passes made another step of the one that was recorded: a bug of takeback's, never the user's."""
 
@@ -116,7 +120,9 @@ class SymbolWalk:
     # -- kernels ---------------------------------------------------------------------------------------------------
 
     def _run(self, op: Op, facts: _TargetFacts) -> None:
-        given = [*zip(facts.parameters, op.args, strict=False), *sorted(op.kwargs.items())]
+        given = list(zip(facts.parameters, op.args, strict=False))
+        if op.kwargs:
+            given += sorted(op.kwargs.items())
         operands = tuple((name, self._symbols(value)) for name, value in given if name not in facts.outs)
         whole = self._by_rows(op, facts) if facts.by_rows else None
         made, rows = whole if whole is not None else (self._expression(op, facts, operands), None)
@@ -178,23 +184,23 @@ class SymbolWalk:
         return self.random.setdefault(key, self._table.of("state of", key))
 
     def _symbols(self, argument: Argument) -> object:
-        if isinstance(argument, Region):
-            return self._table.of(
-                "tensor", self.contents.read(argument), argument.dtype, argument.shape, argument.stride
-            )
-        if isinstance(argument, tuple):
-            return tuple(self._symbols(part) for part in argument)
+        kind = type(argument)
+        if kind is Region:
+            assert isinstance(argument, Region)
+            held = self.contents.read(argument)
+            return self._table.of("tensor", held, argument.dtype, argument.shape, argument.stride)
+        if kind is tuple:
+            assert isinstance(argument, tuple)
+            return tuple(map(self._symbols, argument))
+        if kind in _PLAIN:
+            return (kind, argument)  # with its type: True is 1, and 1.0 too
         if isinstance(argument, HyperScalar):
             return ("scalar", argument.index)
         if isinstance(argument, Number):
             return ("number", id(argument))
         if isinstance(argument, float):
             return ("float", argument.hex())
-        try:
-            hash(argument)
-        except TypeError:
-            return ("object", id(argument))
-        return (type(argument).__name__, argument)
+        return ("object", id(argument))
 
     def _copied(self, op: Op) -> Symbol | None:
         """The value that a copy is a copy of."""
@@ -272,12 +278,12 @@ class SymbolWalk:
         held = self._table.of("tensor", deviation, mean.dtype, mean.shape, mean.stride)
         one = self._table.of("result", self._table.of("aten.ones_like.default", (("self", held),)), 0)
         scale = deviation
-        if trained.get("weight") != ("NoneType", None):
+        if trained.get("weight") != (type(None), None):
             product = self._table.of("aten.mul.Tensor", (("self", held), ("other", trained.get("weight"))))
             scale = self._table.of("result", product, 0)
         same = (
             name == facts.name
-            and trained.get("training") == ("bool", True)
+            and trained.get("training") == (bool, True)
             and trained.get("input") == self._symbols(x)
             and trained.get("bias") == self._symbols(bias)
             and self.contents.read(ones) == one
@@ -332,7 +338,7 @@ def _facts(target: OpOverload) -> _TargetFacts:
 def _numbered(results: tuple[Argument, ...]) -> Iterator[tuple[object, Region]]:
     """Every region among the results, by its place."""
     for i, result in enumerate(results):
-        if isinstance(result, Region):
+        if type(result) is Region:
             yield i, result
         else:
             yield from (((i, k), region) for k, region in enumerate(regions(result)))
