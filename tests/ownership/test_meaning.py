@@ -17,6 +17,7 @@ from takeback.compiler.ownership.meaning import MeaningError, check_meaning
 from takeback.compiler.passes import Draft, PassSettings, chunk_loss, run_passes
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.draft import Choice, Rebuild
+from takeback.compiler.passes.pipeline import PIPELINE, Stage
 from takeback.compiler.passes.recompute import recompute
 from takeback.compiler.passes.reduce import Sharing, Slice
 from takeback.compiler.program import Op, Program, Region, Special
@@ -52,6 +53,18 @@ def test_program_means_what_it_means_and_passes_keep_that() -> None:
     check_meaning(program, program)
     check_meaning(program, run_passes(program).program)
     check_meaning(program, run_passes(program, settings=PassSettings(early=True)).program)
+
+
+def test_pass_that_changes_the_meaning_is_found_after_the_last_one() -> None:
+    def spoil(draft: Draft) -> Draft:
+        at = position_of(draft.program, "mm")
+        op = draft.program.ops[at]
+        other = next(r for o in draft.program.ops[:at] for r in o.outputs if r.buffer != op.inputs[0].buffer)
+        wrong = replace(op, args=(replace(op.inputs[0], buffer=other.buffer), *op.args[1:]))
+        return replace(draft, program=with_op(draft.program, at, wrong))
+
+    with pytest.raises(MeaningError, match="the planned step leaves something else"):
+        run_passes(rows(), stages=(*PIPELINE, Stage(spoil)))
 
 
 def test_op_that_reads_another_operand_is_named() -> None:
