@@ -327,8 +327,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "ownership: what is returned dies with its last reader",
         "compiler/ownership/lifetimes.py",
-        "end[buffer] = len(program.ops)",
-        "end[buffer] = max(end[buffer], 0)",
+        "Lifetime(found[buffer].start, len(program.ops))",
+        "Lifetime(found[buffer].start, found[buffer].end)",
         ("tests/test_tiny.py::test_compiled_step_trains_like_eager_with_one_allocation",),
     ),
     PlantedFault(
