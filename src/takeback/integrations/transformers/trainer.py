@@ -113,7 +113,9 @@ class TakebackTrainer(Trainer):
             loss = step(*batch, update=False)
             step.update()
         self._updated = True
-        self._skipped = scaler is not None and scaler.get_scale() < before
+        # As Accelerate sees it: a step() whose kernels leave out the update was called.
+        seen = not getattr(innermost(self.optimizer), "_step_supports_amp_scaling", False)
+        self._skipped = seen and scaler is not None and scaler.get_scale() < before
         return loss
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -137,10 +139,10 @@ class TakebackTrainer(Trainer):
         super()._update_auto_batch_size(batch_size)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        return super()._clip_grad_norm(model) if self._in_turn else self.step.grad_norm
+        return self._step.grad_norm if self._updated and self._step else super()._clip_grad_norm(model)
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
-        return super()._get_grad_norm(model, grad_norm) if self._in_turn else self.step.grad_norm
+        return self._step.grad_norm if self._updated and self._step else super()._get_grad_norm(model, grad_norm)
 
     # -- the compiled step ---------------------------------------------------------------------------------------------
 
@@ -169,8 +171,8 @@ class TakebackTrainer(Trainer):
 
     def _update(self) -> bool:
         """For the optimizer's step(). True if the scaler left the update out."""
-        if self._in_turn:
-            self.step.update()
+        if self._step is not None and self._in_turn:
+            self._step.update()
         elif not self._updated:
             raise CaptureError(
                 "optimizer.step() was called, and no training step of TakebackTrainer came before it. A training_step "
