@@ -1,4 +1,4 @@
-"""TakebackTrainer does, bit by bit, what transformers' Trainer does: parameters, optimizer state and everything logged."""
+"""TakebackTrainer has the bits of transformers' Trainer: parameters, optimizer state, and everything that is logged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 

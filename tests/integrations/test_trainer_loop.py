@@ -1,5 +1,5 @@
-"""What goes on around the steps of a TakebackTrainer goes on as in Trainer: callbacks, losses of the user's, evaluation,
-generation, checkpoints, LoRA, several trainings."""
+"""What goes on around the steps of a TakebackTrainer goes on as in Trainer: callbacks, losses of the user's, evaluation
+and generation, checkpoints, LoRA, several trainings."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_compute_loss_of_a_subclass_is_what_is_trained(tmp_path: Path) -> None:
         trained.append(each)
     assert_same(*trained)
     assert_trained(trained[1])
-    assert len(trained[1].step._plans) == 1  # the weight is a number that the plan reads anew
+    assert len(trained[1].compiled_step._plans) == 1  # the weight is a number that the plan reads anew
 
 
 @slow
@@ -270,7 +270,9 @@ def test_it_is_mixed_into_another_trainer(tmp_path: Path) -> None:
 def test_a_model_is_made_anew_for_each_training(tmp_path: Path) -> None:
     trained = []
     for i, kind in enumerate((Trainer, TakebackTrainer)):
-        each = trainer(kind, tmp_path / str(i), make=lambda: None, given=lambda: {"model_init": lambda: llama()}, max_steps=3)
+        each = trainer(
+            kind, tmp_path / str(i), make=lambda: None, given=lambda: {"model_init": lambda: llama()}, max_steps=3
+        )
         each.train()
         first = each.model
         each.train()

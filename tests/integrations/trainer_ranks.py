@@ -1,6 +1,6 @@
 """Started by torchrun: both trainers in several processes, or one of them into trouble. Rank 0 writes what came out.
 
-    torchrun --nproc-per-node 2 trainer_ranks.py FOLDER
+torchrun --nproc-per-node 2 trainer_ranks.py FOLDER
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from trainer_twins import Texts, history, llama, means, padded, state_of, trainer
+from trainer_twins import Texts, history, means, padded, state_of, trainer
 from transformers import Trainer, TrainerCallback
 
 from takeback.errors import OptionError
@@ -41,7 +41,9 @@ def differences(theirs: Trainer, ours: Trainer) -> list[str]:
         found.append(f"logged {history(ours)}, not {history(theirs)}")
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, b)
-    found += [f"{name} differs between ranks" for name in b if not torch.equal(everywhere[0][name], everywhere[1][name])]
+    found += [
+        f"{name} differs between ranks" for name in b if not torch.equal(everywhere[0][name], everywhere[1][name])
+    ]
     return found
 
 
@@ -56,7 +58,7 @@ def main(folder: Path) -> None:
         found[name] = differences(trained[0], trained[1])
         assert isinstance(trained[0].model_wrapped, torch.nn.parallel.DistributedDataParallel)
         assert trained[1].model_wrapped is trained[1].model
-        found[f"{name}: steps"] = trained[1].step.counts.planned
+        found[f"{name}: steps"] = trained[1].compiled_step.counts.planned
     for name, refused in {
         "fp16": {"fp16": True},
         "early": {"max_grad_norm": 0.0, "takeback": {"update": "early"}},

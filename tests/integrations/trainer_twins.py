@@ -118,5 +118,5 @@ def assert_same(theirs: Trainer, ours: Trainer) -> None:
 
 def assert_trained(ours: Any, *, plain: bool = False) -> None:
     """By plans, all of it but where some steps are to be `plain`."""
-    assert ours.step.counts.planned > 0
-    assert (ours.step.counts.plain > 0) is plain
+    assert ours.compiled_step.counts.planned > 0
+    assert (ours.compiled_step.counts.plain > 0) is plain
