@@ -107,6 +107,40 @@ def test_callbacks_find_gradients_where_trainer_has_them(microbatches: int, tmp_
 
 
 @slow
+def test_a_callback_may_drop_gradients(tmp_path: Path) -> None:
+    class Dropping(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                model.zero_grad()
+
+    theirs, ours = both(tmp_path, given=lambda: {"callbacks": [Dropping()]}, max_steps=4)
+    assert_same(theirs, ours)
+
+
+@slow
+def test_an_optimizer_and_a_scheduler_may_be_given(tmp_path: Path) -> None:
+    trained = []
+    for i, kind in enumerate((Trainer, TakebackTrainer)):
+        model = llama()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        pair = (sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.9))
+        made = {"make": lambda model=model: model, "given": lambda pair=pair: {"optimizers": pair}}
+        trained.append(trainer(kind, tmp_path / str(i), max_steps=4, **made))
+        trained[-1].train()
+    assert_same(*trained)
+    assert_trained(trained[1])
+
+
+@slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_losses_that_are_not_finite_are_logged_as_in_trainer(microbatches: int, tmp_path: Path) -> None:
+    case = {"learning_rate": 1e30, "max_steps": 4, "gradient_accumulation_steps": microbatches}
+    theirs, ours = both(tmp_path, **case)
+    assert history(ours) == history(theirs)
+    assert "nan" in str(history(ours))
+
+
+@slow
 def test_hooks_of_the_optimizer_are_called(tmp_path: Path) -> None:
     calls: list[list[int]] = []
 
@@ -177,6 +211,29 @@ def test_compute_loss_func_gets_the_items_of_the_whole_batch(tmp_path: Path) -> 
     case = {"given": lambda: {"compute_loss_func": loss, "data_collator": padded}, "data": Texts(spread=3)}
     theirs, ours = both(tmp_path, gradient_accumulation_steps=2, **case)
     assert_same(theirs, ours)
+
+
+@slow
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_cannot_be_planned_is_trained_as_in_trainer(microbatches: int, tmp_path: Path) -> None:
+    """Where that is asked for."""
+
+    def picking(kind: type[Trainer]) -> type[Trainer]:
+        class Picking(kind):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                logits = model(input_ids=inputs["input_ids"]).logits
+                return logits[logits > logits.mean()].square().mean()
+
+        return Picking
+
+    case = {"make": means, "max_steps": 3, "gradient_accumulation_steps": microbatches}
+    kinds = (picking(Trainer), picking(TakebackTrainer))
+    with pytest.warns(RuntimeWarning, match="shape depends on the data"):
+        theirs, ours = both(tmp_path, kinds=kinds, takeback={"unplanned": "eager"}, **case)
+    assert_same(theirs, ours)
+    assert ours.compiled_step.counts.plain > 0
+    with pytest.raises(CaptureError, match="shape depends on the data"):
+        trainer(picking(TakebackTrainer), tmp_path / "refused", **case).train()
 
 
 @slow
@@ -309,17 +366,22 @@ def test_a_scaler_scales_skips_and_unscales(microbatches: int, optim: str, tmp_p
 # -- training steps of the user's ------------------------------------------------------------------------------------
 
 
-def test_a_training_step_that_runs_twice_needs_gradients_that_wait(tmp_path: Path) -> None:
-    def twice(kind: type[Trainer]) -> type[Trainer]:
-        class Twice(kind):
-            def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-                super().training_step(*args, **kwargs)
-                return super().training_step(*args, **kwargs)
+def twice(kind: type[Trainer]) -> type[Trainer]:
+    class Twice(kind):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            super().training_step(*args, **kwargs)
+            return super().training_step(*args, **kwargs)
 
-        return Twice
+    return Twice
 
+
+def test_a_training_step_that_runs_twice_is_refused_where_the_first_has_updated(tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match="called again after the update"):
         trainer(twice(TakebackTrainer), tmp_path / "refused", max_steps=2).train()
+
+
+@slow
+def test_a_training_step_may_run_twice_where_gradients_wait(tmp_path: Path) -> None:
     kinds = (twice(Trainer), twice(TakebackTrainer))
     theirs, ours = both(tmp_path, kinds=kinds, max_steps=2, takeback={"keep_grads": True})
     assert_same(theirs, ours)

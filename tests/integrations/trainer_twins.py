@@ -116,7 +116,7 @@ def assert_same(theirs: Trainer, ours: Trainer) -> None:
     assert ours.state.global_step == theirs.state.global_step > 0
 
 
-def assert_trained(ours: Any, *, plain: bool = False) -> None:
-    """By plans, all of it but where some steps are to be `plain`."""
+def assert_trained(ours: Any) -> None:
+    """By plans, all of it."""
     assert ours.compiled_step.counts.planned > 0
-    assert (ours.compiled_step.counts.plain > 0) is plain
+    assert ours.compiled_step.counts.plain == 0

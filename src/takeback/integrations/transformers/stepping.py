@@ -43,6 +43,7 @@ class Stepping:
         self._parts = 1.0  #: microbatches of this update; a float, so that a plan reads it anew
         self.step: CompiledStep | None = None
         self._manner: Manner | None = None
+        self._waiting = False  #: gradients wait, for an update in turn
         self.updated = False  #: the update was made, and the Trainer has not come to it yet
         self._skipped = False  #: the last update was left out by the scaler, as Accelerate sees it
 
@@ -59,6 +60,7 @@ class Stepping:
         self._parts = float(trainer.current_gradient_accumulation_steps)
         if manner.in_turn or not trainer.accelerator.sync_gradients:
             waiting: torch.Tensor = step(inputs, items, update=False)
+            self._waiting = manner.in_turn
             return waiting
         scaler = trainer.accelerator.scaler
         before = scaler.get_scale() if scaler is not None else 0.0
@@ -75,20 +77,25 @@ class Stepping:
 
     def update(self) -> bool:
         """For the optimizer's step(). True if the scaler left the update out."""
-        if self.step is not None and self._manner is not None and self._manner.in_turn:
-            self.step.update()
-        elif not self.updated:
+        if not self.updated and not self._waiting:
             raise CaptureError(
                 "optimizer.step() was called, and no training step of TakebackTrainer came before it. A training_step "
                 "of yours must call super().training_step(); to compute another loss, override compute_loss."
             )
-        self.updated = False
+        if self._waiting:
+            assert self.step is not None
+            assert self._manner is not None
+            if any(p.grad is not None for p in self._manner.model.parameters()):
+                self.step.update()
+            else:  # a callback has dropped them
+                self._manner.optimizer.step()
+        self.updated = self._waiting = False
         return self._skipped
 
     def forget(self) -> None:
         """No plan is kept."""
         self.step = self._manner = None
-        self.updated = False
+        self.updated = self._waiting = False
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

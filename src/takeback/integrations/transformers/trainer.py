@@ -17,9 +17,9 @@ from takeback.integrations.transformers.stepping import Stepping
 from takeback.step import CompiledStep
 
 _NEEDED = ("_clip_grad_norm", "_get_grad_norm", "_wrap_model", "_update_auto_batch_size")
-if missing := [name for name in _NEEDED if not hasattr(Trainer, name)]:
+if _missing := [name for name in _NEEDED if not hasattr(Trainer, name)]:
     raise ImportError(
-        f"TakebackTrainer needs a transformers whose Trainer has {missing[0]}(): 5.22, on which it was checked."
+        f"TakebackTrainer needs a transformers whose Trainer has {_missing[0]}(): 5.22, on which it was checked."
     )
 
 
@@ -38,8 +38,9 @@ class TakebackTrainer(Trainer):
         for given in (*args, *kwargs.values()):  # before Trainer's own checks, which know no way out
             if isinstance(given, TrainingArguments):
                 check_arguments(given, options)
-            elif isinstance(given, torch.nn.Module):
-                check_model(given)
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, torch.nn.Module):
+            check_model(model)
         self._takeback = Stepping(self, options)
         super().__init__(*args, **kwargs)
         check_arguments(self.args, options)
