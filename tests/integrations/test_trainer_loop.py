@@ -202,6 +202,24 @@ def test_compute_loss_of_a_subclass_is_what_is_trained(tmp_path: Path) -> None:
     assert len(trained[1].compiled_step._plans) == 1  # the weight is a number that the plan reads anew
 
 
+def test_what_changes_in_the_trainer_between_steps_is_heard(tmp_path: Path) -> None:
+    class Smoothing(TrainerCallback):
+        trainer: Any = None
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.trainer.label_smoother.epsilon = 0.1 if state.global_step < 3 else 0.5
+
+    trained = []
+    for i, kind in enumerate((Trainer, TakebackTrainer)):
+        each = trainer(kind, tmp_path / str(i), label_smoothing_factor=0.1, max_steps=5)
+        smoothing = Smoothing()
+        smoothing.trainer = each
+        each.add_callback(smoothing)
+        each.train()
+        trained.append(each)
+    assert_same(*trained)
+
+
 @slow
 def test_compute_loss_func_gets_the_items_of_the_whole_batch(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
