@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_twins import Texts, assert_same, assert_trained, both, means, padded
+import trainer_twins
+from trainer_twins import Texts, assert_same, assert_trained, both, llama, means, padded, trainer
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from takeback.integrations.transformers import TakebackTrainer
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "short_search"),
@@ -46,5 +51,52 @@ def test_two_epochs_have_trainers_bits(name: str, tmp_path: Path) -> None:
     if name == "early":  # no norm is known: Trainer logs one, and takes it for that alone
         for entry in theirs.state.log_history:
             entry.pop("grad_norm", None)
+    assert_same(theirs, ours)
+    assert_trained(ours)
+
+
+class OfTwo(TrainingArguments):
+    """Says that there are two processes where there is one."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+
+def test_with_a_group_the_update_is_made_at_once_and_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of one, whose mean changes nothing. tests/integrations/test_trainer_ranks.py starts two processes."""
+    case = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
+    theirs = trainer(Trainer, tmp_path / "0", **case)
+    theirs.train()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(trainer_twins, "TrainingArguments", OfTwo)
+        ours: Any = trainer(TakebackTrainer, tmp_path / "1", **case)
+        ours.train()
+        assert ours.compiled_step.options.group is dist.group.WORLD
+        assert ours.compiled_step.options.clip_norm == 0.5
+        assert "averaged over the group" in ours.takeback_report().notes[0]
+    finally:
+        dist.destroy_process_group()
+    assert_same(theirs, ours)
+    assert_trained(ours)
+
+
+@slow
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_texts_packed_into_one_row_have_trainers_bits(attention: str, tmp_path: Path) -> None:
+    class Lists(Texts):
+        def __getitem__(self, i: int) -> Any:
+            return {name: values.tolist() for name, values in super().__getitem__(i).items()}
+
+    theirs, ours = both(
+        tmp_path,
+        make=lambda: llama(attn_implementation=attention),
+        data=Lists(spread=3),
+        given=lambda: {"data_collator": DataCollatorWithFlattening()},
+        takeback={"max_plans": 20},
+    )
     assert_same(theirs, ours)
     assert_trained(ours)
