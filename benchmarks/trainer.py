@@ -2,7 +2,7 @@
 
     python benchmarks/trainer.py [--rounds 4] [--steps 6] [--memory auto keep]
 
-A Llama (vocabulary 4096, width 256, 4 layers), 4 x 256 tokens a microbatch, AdamW fused, clipped; with one and with four
+A Llama (vocabulary 4096, width 256, 4 layers), 4 x 256 tokens a microbatch, AdamW fused, clipped, one or four
 microbatches for each update. After the last round every parameter of TakebackTrainer's must have Trainer's bits. Peaks
 are the report's, of the microbatch that was planned last, above parameters and optimizer state; gradients count.
 """

@@ -48,7 +48,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "integrations/transformers/stepping.py",
         "mine = copy.copy(inputs)",
         "mine = inputs",
-        ("tests/integrations/test_trainer.py::test_two_epochs_have_trainers_bits[one microbatch, smoothed]",),
+        ("tests/integrations/test_trainer_loop.py::test_what_changes_in_the_trainer_between_steps_is_heard",),
     ),
     PlantedFault(
         "integrations: callbacks that look at gradients come after the update",

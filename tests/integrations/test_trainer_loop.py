@@ -203,6 +203,8 @@ def test_compute_loss_of_a_subclass_is_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_what_changes_in_the_trainer_between_steps_is_heard(tmp_path: Path) -> None:
+    """With smoothed labels, one microbatch for each update, and a warmup."""
+
     class Smoothing(TrainerCallback):
         trainer: Any = None
 
@@ -211,7 +213,7 @@ def test_what_changes_in_the_trainer_between_steps_is_heard(tmp_path: Path) -> N
 
     trained = []
     for i, kind in enumerate((Trainer, TakebackTrainer)):
-        each = trainer(kind, tmp_path / str(i), label_smoothing_factor=0.1, max_steps=5)
+        each = trainer(kind, tmp_path / str(i), label_smoothing_factor=0.1, lr_scheduler_type="cosine", warmup_steps=2)
         smoothing = Smoothing()
         smoothing.trainer = each
         each.add_callback(smoothing)
@@ -339,6 +341,24 @@ def test_it_is_mixed_into_another_trainer(tmp_path: Path) -> None:
         trained[-1].train()
     a, b = map(state_of, trained)
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@slow
+def test_a_batch_that_does_not_fit_is_made_smaller(tmp_path: Path) -> None:
+    def small(kind: type[Trainer]) -> type[Trainer]:
+        class Small(kind):
+            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+                if len(inputs["input_ids"]) > 2:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+                return super().compute_loss(model, inputs, *args, **kwargs)
+
+        return Small
+
+    case = {"auto_find_batch_size": True, "per_device_train_batch_size": 4, "max_steps": 4}
+    theirs, ours = both(tmp_path, kinds=(small(Trainer), small(TakebackTrainer)), **case)
+    assert ours._train_batch_size == theirs._train_batch_size < 4
+    assert_same(theirs, ours)
+    assert_trained(ours)
 
 
 @slow

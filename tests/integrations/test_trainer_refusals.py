@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import TrainerCallback
 
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.transformers import TakebackTrainer
-from takeback.integrations.transformers.refusals import check_class
+from takeback.integrations.transformers.refusals import check_accelerator, check_class
 
 EARLY = {"update": "early"}
 
@@ -67,6 +68,26 @@ def test_an_argument_is_refused_by_name(options: dict[str, Any], names: str, way
     with pytest.raises(OptionError, match=re.escape(names)) as refused:
         made(tmp_path, **options)
     assert way_out in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dynamo", "precision", "message"),
+    [
+        ("FSDP", "NO", "no", "distributed type FSDP"),
+        ("DEEPSPEED", "NO", "no", "distributed type DEEPSPEED"),
+        ("NO", "INDUCTOR", "no", "dynamo_backend=INDUCTOR"),
+        ("NO", "NO", "fp8", "mixed_precision='fp8'"),
+    ],
+)
+def test_what_accelerate_launch_asks_for_is_refused(kind: str, dynamo: str, precision: str, message: str) -> None:
+    plugin = types.SimpleNamespace(backend=types.SimpleNamespace(value=dynamo))
+    accelerator = types.SimpleNamespace(
+        distributed_type=types.SimpleNamespace(value=kind),
+        state=types.SimpleNamespace(dynamo_plugin=plugin),
+        mixed_precision=precision,
+    )
+    with pytest.raises(OptionError, match=re.escape(message)):
+        check_accelerator(accelerator)
 
 
 class Params4bit(nn.Parameter):

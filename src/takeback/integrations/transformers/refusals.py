@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from transformers import TrainingArguments
 from transformers.utils import is_sagemaker_mp_enabled
 
@@ -26,6 +27,13 @@ _DECIDED = {
     "group": "what torchrun started",
 }
 _OPEN = ("mode", "memory", "update", "keep_grads", "verify_every", "max_plans", "poison", "solve_s", "unplanned")
+
+_COMPILED = (
+    "the whole step is compiled by takeback, and torch.compile around the model would hide its ops. Leave it out, or "
+    "compile single submodules before"
+)
+#: Accelerate's names for processes of one device each.
+_PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 #: Optimizers that update inside of the backward, by the name that TrainingArguments.optim gives them.
 _IN_BACKWARD = ("lomo", "adalomo")
@@ -65,6 +73,24 @@ def check_arguments(args: TrainingArguments, options: Mapping[str, Any]) -> None
             raise OptionError(f"takeback={{'update': 'early'}} does not go with {name}: {why}.")
 
 
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises for what `accelerate launch`, or its config file, may have asked for past TrainingArguments."""
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind not in _PROCESSES:
+        raise OptionError(
+            f"TakebackTrainer cannot honour Accelerate's distributed type {kind}: each process of a compiled step has "
+            f"all of the model on one device. Start the script with torchrun, or {_PLAIN}."
+        )
+    backend = str(getattr(accelerator.state.dynamo_plugin.backend, "value", accelerator.state.dynamo_plugin.backend))
+    if backend != "NO":
+        raise OptionError(f"TakebackTrainer cannot honour Accelerate's dynamo_backend={backend}: {_COMPILED}.")
+    if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
+        raise OptionError(
+            f"TakebackTrainer cannot honour Accelerate's mixed_precision={accelerator.mixed_precision!r}: its layers "
+            f"keep a history of scales that a replay would not write. Use bf16=True."
+        )
+
+
 def _refused(args: TrainingArguments) -> Iterator[tuple[str, str]]:
     if getattr(args, "deepspeed", None) or getattr(args, "deepspeed_plugin", None):
         yield "deepspeed=...", f"DeepSpeed runs forward, backward and update in an engine of its own; {_PLAIN}"
@@ -87,11 +113,7 @@ def _refused(args: TrainingArguments) -> Iterator[tuple[str, str]]:
             f"one GPU with CUDA_VISIBLE_DEVICES",
         )
     if args.torch_compile:
-        yield (
-            "torch_compile=True",
-            "the whole step is compiled by takeback, and torch.compile around the model would hide its ops. Leave it "
-            "out, or compile single submodules before",
-        )
+        yield "torch_compile=True", _COMPILED
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _IN_BACKWARD or optim.endswith("_layerwise"):
         yield (

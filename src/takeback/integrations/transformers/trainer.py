@@ -12,7 +12,13 @@ from transformers import Trainer, TrainingArguments
 from takeback.compiler.explain.report import Report
 from takeback.errors import CaptureError
 from takeback.integrations.transformers.optimizer import StepOptimizer, innermost
-from takeback.integrations.transformers.refusals import check_arguments, check_class, check_model, checked_options
+from takeback.integrations.transformers.refusals import (
+    check_accelerator,
+    check_arguments,
+    check_class,
+    check_model,
+    checked_options,
+)
 from takeback.integrations.transformers.stepping import Stepping
 from takeback.step import CompiledStep
 
@@ -44,6 +50,7 @@ class TakebackTrainer(Trainer):
         self._takeback = Stepping(self, options)
         super().__init__(*args, **kwargs)
         check_arguments(self.args, options)
+        check_accelerator(self.accelerator)
         check_model(self.model)
 
     @property
