@@ -42,6 +42,7 @@ from takeback.compiler.run.group import Group
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
+from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.spent import Spent, watcher_for
@@ -117,6 +118,7 @@ class PlanMaker:
             leave=self.native.off if self.native is not None else None,
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
+            proofs=ProvedRecordings(open_cache() if keeps_plans() else None),
             numbers=numbers,
             kin=kin,
             work=self.work,
