@@ -1,0 +1,168 @@
+"""RMSNorm by whatever class: recognised by what it computes, and run by a Function that keeps its output alone.
+
+In: a module. Out: an `RMSNormKind` if its forward is x * rsqrt(mean(x²) + eps) times its weight, in one of the ways in
+which that is written, or why not. It is asked on random inputs and random weights, in float32 and bfloat16, in
+training and in eval; its own weights and device are not touched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from takeback import engine
+from takeback.nn import ops
+from takeback.nn.forward_graphs import touched
+from takeback.nn.invert import Weights
+from takeback.nn.kernels.width import wide
+from takeback.nn.owner import Copies
+from takeback.nn.rows import as_autocast_has_it, row_norm
+from takeback.nn.swap import REMEMBERED, Form, argument
+
+LARGEST_EPS = 0.1
+
+
+@dataclass
+class RMSNormKind:
+    """How a module is an RMSNorm, and what its converted form remembers."""
+
+    weight: str | None  #: the name of its weight
+    eps: str | float | None  #: the name of its epsilon, or a number that stands in its forward; None: the arithmetic's own
+    plus_one: bool  #: it multiplies by 1 + weight
+    cast_before: bool  #: it rounds to the input's dtype before it multiplies: the result is as wide as the weight
+    copies: Copies = field(default_factory=Copies)
+    weights: Weights | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "weights": None}  # it watches through events of this process
+
+    def __str__(self) -> str:
+        scale = "" if self.weight is None else f" * {'(1 + ' if self.plus_one else ''}{self.weight}{')' * self.plus_one}"
+        return f"x / rms(x){scale}"
+
+
+class KeepsOutput(Form):
+    """A norm of rows whose backward starts from its output, which the next layer keeps anyway."""
+
+    def converted(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        kind: RMSNormKind = vars(module)[REMEMBERED]
+        x = argument(args, kwargs)
+        if not isinstance(x, Tensor) or torch.compiler.is_compiling() or engine.transformed() or torch.jit.is_tracing():
+            return self.plain(*args, **kwargs)
+        if not (module.training or torch.is_grad_enabled()):
+            return self.plain(*args, **kwargs)  # nothing is kept
+        if isinstance(module, nn.RMSNorm):
+            x = as_autocast_has_it(x)
+        weight = None if kind.weight is None else getattr(module, kind.weight)
+        width = x.shape[-1] if x.dim() else 0
+        unlike = weight is not None and (weight.dtype != x.dtype if kind.cast_before else False)
+        if unlike or x.dtype not in ops.DTYPES or (weight is not None and tuple(weight.shape) != (width,)):
+            kind.copies.note(f"the input is {x.dtype}, the weight another dtype", "runs as before")
+            return self.plain(*args, **kwargs)
+        if weight is not None and kind.plus_one:
+            weight = 1.0 + weight.to(wide(x))
+        if kind.weights is None:
+            kind.weights = Weights()
+        eps = _eps(module, kind, x)
+        return row_norm(x, (width,), weight, None, eps, False, kind.weights, kind.copies)
+
+
+def _eps(module: nn.Module, kind: RMSNormKind, x: Tensor) -> float:
+    value = getattr(module, kind.eps) if isinstance(kind.eps, str) else kind.eps
+    return float(torch.finfo(wide(x)).eps if value is None else value)
+
+
+def recognise(module: nn.Module) -> RMSNormKind | str | None:
+    """How the module is an RMSNorm; why a module that has the parts of one is not one; None for any other module."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if list(module.children()) or list(module.buffers(recurse=False)) or len(parameters) != 1:
+        return None
+    (name, weight), *_ = parameters.items()
+    epsilons = _epsilons(module)
+    if weight.dim() != 1 or not weight.is_floating_point() or not epsilons:
+        return None
+    if why := touched(module):
+        return f"it {why}"
+    if not takes_one_tensor(module):
+        return "its forward takes more than one tensor"
+    for eps in epsilons:
+        for plus_one in (False, True):
+            kind = RMSNormKind(name, eps, plus_one, cast_before=False)
+            if (answer := _agrees(module, kind, weight.shape[0])) is True:
+                return kind
+            if answer == "as wide as the weight":
+                return replace(kind, cast_before=True)
+            if isinstance(answer, str):
+                return answer
+    return "it is not x / rms(x) * weight"
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the forward has one argument, and no way to get others."""
+    taken = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return len(taken) == 1 and taken[0].kind in (taken[0].POSITIONAL_ONLY, taken[0].POSITIONAL_OR_KEYWORD)
+
+
+def _epsilons(module: nn.Module) -> list[str]:
+    """Attributes that may be the epsilon: small numbers, or None where torch has its own."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, float) and 0 <= value <= LARGEST_EPS and not name.startswith("_")
+    ]
+    return own or (["eps"] if type(module) is nn.RMSNorm else [])
+
+
+def _agrees(module: nn.Module, kind: RMSNormKind, width: int) -> bool | str:
+    """Whether the module computes that, on the CPU with other weights; or in which other way; or why it cannot be asked."""
+    assert kind.weight is not None
+    wider = False
+    modes = module.training
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            for training in (True, False):
+                module.training = training
+                for dtype in (torch.float32, torch.bfloat16):
+                    weight = (torch.rand(width) * 2 - 0.5).to(dtype)
+                    for x in _inputs(width, _eps(module, kind, torch.empty(0, dtype=dtype))):
+                        x = x.to(dtype)
+                        given = x.clone()
+                        result = torch.func.functional_call(module, {kind.weight: weight}, (x,))
+                        if not isinstance(result, Tensor) or not torch.equal(given, x):
+                            return "its forward writes onto its input, or returns something else than a tensor"
+                        if not _near(result, _by_formula(module, kind, x, weight)):
+                            return False
+                # In bfloat16 with a float32 weight, it shows which of the two the result is as wide as.
+                x, weight = torch.randn(2, width).bfloat16(), torch.rand(width)
+                wider |= torch.func.functional_call(module, {kind.weight: weight}, (x,)).dtype == torch.float32
+    except Exception as error:  # whatever a forward raises that is no such norm
+        return f"its forward cannot be asked ({type(error).__name__}: {str(error).strip().splitlines()[0][:80]})"
+    finally:
+        module.training = modes
+    return "as wide as the weight" if wider else True
+
+
+def _inputs(width: int, eps: float) -> list[Tensor]:
+    """Of several shapes and sizes: with the epsilon as large as the squares, and with a row of zeros."""
+    small = torch.randn(3, width) * (eps**0.5 if eps > 0 else 1.0)
+    small[1] = 0
+    return [torch.randn(2, 3, width), torch.randn(1, 1, 2, width) * 40 + 3, small]
+
+
+def _by_formula(module: nn.Module, kind: RMSNormKind, x: Tensor, weight: Tensor) -> Tensor:
+    rows, scale = x.double(), weight.double() + (1.0 if kind.plus_one else 0.0)
+    result: Tensor = rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + _eps(module, kind, x)) * scale
+    return result
+
+
+def _near(result: Tensor, expected: Tensor) -> bool:
+    """Within the rounding of a few operations, element by element."""
+    unit = torch.finfo(result.dtype).eps
+    same_rows = result.shape == expected.shape and result.dtype.is_floating_point
+    return same_rows and bool(((result.double() - expected).abs() <= 4 * unit * expected.abs() + 1e-30).all())
