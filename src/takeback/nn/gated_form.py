@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from takeback import engine
+from takeback.nn.activation_form import name_of
 from takeback.nn.forward_graphs import touched
-from takeback.nn.gated_linear import NAMED, Activate, gated, gated_linear
+from takeback.nn.gated_linear import Activate, gated, gated_linear
 from takeback.nn.norm_form import takes_one_tensor
 from takeback.nn.owner import Copies
 from takeback.nn.swap import REMEMBERED, Form, argument
@@ -56,7 +57,7 @@ class KeepsGateAndUp(Form):
         if not isinstance(x, Tensor) or not recorded or torch.compiler.is_compiling() or engine.transformed():
             return self.plain(*args, **kwargs)
         act: Any = getattr(module, kind.act)
-        if isinstance(act, nn.Module) and touched(act) or _described(act) != kind.described:
+        if (isinstance(act, nn.Module) and touched(act)) or _described(act) != kind.described:
             return self.plain(*args, **kwargs)  # somebody watches it, or put another in its place
         gate = getattr(module, kind.gate)(x)
         up = None if kind.up is None else getattr(module, kind.up)(x)
@@ -70,6 +71,8 @@ class KeepsGateAndUp(Form):
 
 def _described(act: Any) -> Any:
     """What tells one activation from another."""
+    if isinstance(act, Form):  # it has been converted itself since
+        return act.original, act.original.extra_repr(act)
     return (type(act), act.extra_repr()) if isinstance(act, nn.Module) else act
 
 
@@ -96,7 +99,7 @@ def recognise(module: nn.Module) -> GatedKind | str | None:
         answer = _agrees(module, kind)
         if answer is True:
             act = getattr(module, kind.act)
-            kind.activation, kind.described = _name_of(act), _described(act)
+            kind.activation, kind.described = name_of(act), _described(act)
             return kind
         if isinstance(answer, str):
             return answer
@@ -112,7 +115,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _activations(module: nn.Module) -> Iterator[str]:
     """Attributes that may be the activation: children without parameters, or functions."""
     for name, child in module.named_children():
-        if not list(child.parameters()) and not list(child.buffers()):
+        plain = not list(child.parameters()) and not list(child.buffers())
+        if plain and not isinstance(child, (nn.Identity, nn.Dropout, nn.AlphaDropout)):
             yield name
     for name, value in vars(module).items():
         if callable(value) and not isinstance(value, (type, nn.Module)) and not name.startswith("_"):
@@ -148,7 +152,9 @@ def _agrees(module: nn.Module, kind: GatedKind) -> bool | str:
                 if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-9, atol=1e-9):
                     return False
     except Exception as error:  # whatever a forward raises that is no such MLP
-        return f"its forward cannot be asked ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:80]})"
+        return (
+            f"its forward cannot be asked ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:80]})"
+        )
     finally:
         for each, flag in flags:
             each.training = flag
@@ -157,7 +163,9 @@ def _agrees(module: nn.Module, kind: GatedKind) -> bool | str:
 
 def _small_weights(module: nn.Module, kind: GatedKind) -> dict[str, Tensor]:
     inner = INNER if kind.up is not None else 2 * INNER
-    sizes = {kind.gate: (inner, WIDTH), kind.down: (OUT, INNER)} | ({} if kind.up is None else {kind.up: (INNER, WIDTH)})
+    sizes = {kind.gate: (inner, WIDTH), kind.down: (OUT, INNER)} | (
+        {} if kind.up is None else {kind.up: (INNER, WIDTH)}
+    )
     return {
         f"{name}.{part}": torch.randn(shape if part == "weight" else shape[:1], dtype=torch.float64)
         for name, shape in sizes.items()
@@ -176,14 +184,3 @@ def _by_formula(module: nn.Module, kind: GatedKind, x: Tensor, small: dict[str, 
     else:
         up = layer(kind.up, x)
     return layer(kind.down, getattr(module, kind.act)(gate) * up)
-
-
-def _name_of(act: Any) -> str | None:
-    """Which of our activations a function is, by its values and slopes; None: another one."""
-    with torch.enable_grad():
-        x = torch.linspace(-12, 12, 257, dtype=torch.float64, requires_grad=True)
-        made = act(x)
-        for name, ours in NAMED.items():
-            if torch.allclose(made, ours(x), rtol=1e-6, atol=1e-9):
-                return name
-    return None

@@ -1,7 +1,7 @@
 """The output layer of a language model: while it trains it returns `LazyLogits`, so that the loss comes in chunks.
 
-In: a model. Out: its output layer, if it has one to convert, or why not. `OnlyWithLabels` is the hook that makes the logits whole
-where the model was called without labels, so that only a loss that the model computes itself goes without them.
+In: a model. Out: its output layer, if it has one to convert, or why not. `OnlyWithLabels` is the hook that makes the
+logits whole where the model was called without labels: only a loss that the model computes itself goes without them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from takeback import engine
+from takeback.nn.find_norms import Kept
 from takeback.nn.forward_graphs import touched
 from takeback.nn.lazy_logits import FLOATS, LazyLogits, lazy_logits
 from takeback.nn.owner import Copies
@@ -92,22 +92,22 @@ class FoundHead:
     hook: OnlyWithLabels
 
 
-def find_heads(model: nn.Module) -> list[FoundHead | tuple[str, str]]:
-    """Output layers: each, or its path and why it stays."""
+def find_heads(model: nn.Module) -> list[FoundHead | Kept]:
+    """Output layers, and why some stay."""
     paths = {module: path for path, module in model.named_modules()}
-    found: dict[nn.Module, FoundHead | tuple[str, str]] = {}
+    found: dict[nn.Module, FoundHead | Kept] = {}
     for module in model.modules():
         head = _output_layer(module)
-        if head is None or head not in paths or head in found:
+        if head is None or head not in paths or head in found or isinstance(head, Form):
             continue
         path = paths[head]
         names = list(inspect.signature(type(module).forward).parameters)[1:]
         if LABELS not in names:
-            found[head] = path, f"{paths[module] or 'the model'} takes no {LABELS}: it computes no loss"
+            found[head] = Kept(path, f"{paths[module] or 'the model'} takes no {LABELS}: it computes no loss")
         elif type(head) is not nn.Linear or type(head).forward is not nn.Linear.forward:
-            found[head] = path, f"it is a {type(head).__name__}, not a plain Linear"
+            found[head] = Kept(path, f"it is a {type(head).__name__}, not a plain Linear (output layer)")
         elif why := touched(head):
-            found[head] = path, f"it {why}"
+            found[head] = Kept(path, f"it {why} (output layer)")
         else:
             position = names.index(LABELS) if _is_positional(module) else None
             found[head] = FoundHead(path, head, module, OnlyWithLabels(position))

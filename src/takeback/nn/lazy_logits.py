@@ -1,8 +1,9 @@
 """Logits that are made only if somebody reads them: hidden states, the layer that would make them, and what follows.
 
 A converted output layer returns one while it trains. Scaling, tanh, casts, taking rows and reshaping are noted;
-`cross_entropy` computes the loss in chunks; anything else makes the logits whole, by the operators that were asked for, and is
-counted in the layer's `copies`. After the loss's backward the weights may be others, so then it is too late, and says so.
+`cross_entropy` computes the loss in chunks; anything else makes the logits whole, by the operators that were asked
+for, and is counted in the layer's `copies`. After the loss's backward the weights may be others: then it is too late,
+and it says so.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from takeback.nn.linear_cross_entropy import stepped, summed_loss
 from takeback.nn.loss_rows import LogitStep, LossSettings
 from takeback.nn.owner import Copies
 
+Number = float  #: by another name: here `float` is the method
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -84,7 +86,7 @@ class LazyLogits:
 
     @property
     def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
+        return bool(self.device.type == "cuda")
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
@@ -99,7 +101,7 @@ class LazyLogits:
         return True
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return int(self.shape[0])
 
     def __repr__(self) -> str:
         made = "not made" if self._made is None else "made"
@@ -181,15 +183,14 @@ class LazyLogits:
         ignore_index: int = -100,
         reduce: Any = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Number = 0.0,
     ) -> Tensor:
         """`F.cross_entropy`, in chunks where its arguments allow that."""
         plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum")
         rows = isinstance(target, Tensor) and not target.is_floating_point() and target.shape == self.shape[:-1]
         if self._made is not None or not (plain and rows and self.ndim == 2):
-            keywords = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-            more = {"weight": weight, "size_average": size_average, "reduce": reduce}
-            return F.cross_entropy(self.made("cross_entropy of another form"), target, **more, **keywords)
+            asked = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+            return F.cross_entropy(self.made("cross_entropy of another form"), target, *asked)
         given, dtype = self._product, self.dtype
         self._check()
         how = LossSettings(given.steps, ignore_index, label_smoothing, self._source.product_dtype)
@@ -220,16 +221,24 @@ class LazyLogits:
         if self._source.spent or changed:
             raise RuntimeError(
                 "these logits were never made: the loss was computed in chunks of rows, and since then "
-                + ("its backward has run, after which the weights may be others. " if not changed else "its inputs changed. ")
+                + (
+                    "its backward has run, after which the weights may be others. "
+                    if not changed
+                    else "its inputs changed. "
+                )
                 + "Read outputs.logits before backward(), under torch.no_grad() if it is for a metric; or compute "
                 "them in eval(); or convert(model, head=False) makes them as before."
             )
 
-    def _call(self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+    def _call(
+        self, name: str, function: Callable[..., Any], arguments: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> Any:
         return function(self.made(name), *arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or not hasattr(torch.Tensor, name):  # copy, pickle and others ask for what is not there
+        if name.startswith("__") or not hasattr(
+            torch.Tensor, name
+        ):  # copy, pickle and others ask for what is not there
             raise AttributeError(f"'LazyLogits' object has no attribute {name!r}")
         return getattr(self.made(f".{name}"), name)
 

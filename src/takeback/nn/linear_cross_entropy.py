@@ -1,8 +1,9 @@
 """Linear + cross-entropy whose logits never exist as a whole; its gradients are computed along with the loss.
 
 In: hidden states, the weight (and bias) of the layer that makes logits, targets. Out: the loss. The chunks are those of
-loss_rows.py: for each, the product, the loss, and, where gradients are wanted, two more products. So backward only multiplies by the
-gradient that arrives, and no product is computed twice. Nothing is computed for what needs no gradient.
+loss_rows.py: for each, the product, the loss, and, where gradients are wanted, two more products. So backward only
+multiplies by the gradient that arrives, and no product is computed twice: to keep nothing and compute the logits again
+in backward took a third more time and no less memory. Nothing is computed for what needs no gradient.
 """
 
 from __future__ import annotations
@@ -114,9 +115,7 @@ def summed_loss(
     _check(hidden, weight, bias, targets, how)
     device = hidden.device.type
     if how.product_dtype is None and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
-        how = LossSettings(
-            how.steps, how.ignore_index, how.label_smoothing, torch.get_autocast_dtype(device), how.rows
-        )
+        how = LossSettings(how.steps, how.ignore_index, how.label_smoothing, torch.get_autocast_dtype(device), how.rows)
     if how.product_dtype is None and {weight.dtype} | ({bias.dtype} if bias is not None else set()) != {hidden.dtype}:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: they must be one dtype, or under autocast")
     if torch.compiler.is_compiling() or engine.transformed():

@@ -3,7 +3,8 @@
 In: rows of hidden states, the weight, targets, and what is done to the logits before the loss (`LogitStep`). Out: the
 sum over the rows that count, and the gradients of that sum that were asked for. Guaranteed: no more than `rows` rows of
 logits exist at one time, and their gradient takes their bytes; the gradient of the weight is accumulated inside the
-product, in float32 where the logits are half precision; rows whose target is ignored have no influence, whatever they hold.
+product, in float32 where the logits are half precision; rows whose target is ignored have no influence, whatever they
+hold.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class LossSums:
 
 
 def chunk_rows(count: int, columns: int, dtype: torch.dtype) -> int:
-    """How many rows a chunk has: equal chunks whose logits, in `dtype` and again in the width of the arithmetic, take no
-    more than the gradient of the weight does while it is accumulated, and that is there anyway. So the vocabulary's
-    size cancels out, and what matters is the width: a chunk of width / 4 rows and more also reads and writes that gradient
-    seldom enough.
+    """How many rows a chunk has: equal chunks whose logits, in `dtype` and again in the width of the arithmetic, take
+    no more than the gradient of the weight does while it is accumulated, which is there anyway. So the number of
+    classes cancels out: about as many rows as the weight has columns, enough that the products outweigh reading and
+    writing that gradient once for each chunk.
     """
-    wide_bytes = wide(dtype).itemsize
+    wide_bytes = int(wide(dtype).itemsize)
     most = max(LEAST_ROWS, columns * wide_bytes // (wide_bytes + (0 if wide(dtype) == dtype else dtype.itemsize)))
     chunks = max(1, -(-count // most))
     each = -(-count // chunks)

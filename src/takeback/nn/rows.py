@@ -106,7 +106,9 @@ def row_norm(
     centred: bool,
     weights: Weights,
     copies: Copies,
+    from_input: str | None = None,
 ) -> Tensor:
+    """The norm. `from_input`: why backward must start from the input, whatever the weights are."""
     shape = tuple(shape)
     if x.dtype not in ops.DTYPES:
         raise TypeError(f"a norm's input is float32, float64, bfloat16 or float16, got {x.dtype}")
@@ -116,8 +118,10 @@ def row_norm(
             raise ValueError(f"{name} has shape {found}; {shape} on {x.device} is needed")
     if tuple(x.shape[x.dim() - len(shape) :]) != shape:
         raise ValueError(f"expected an input whose shape ends in {shape}, got {tuple(x.shape)}")
-    if engine.saved_through_hooks():  # a checkpoint runs this again, and must decide the same whatever it knows by then
-        why: str | None = owner.HOOKED
+    if from_input is not None:
+        why: str | None = from_input
+    elif engine.saved_through_hooks():  # a checkpoint runs it again, and must decide the same whatever it knows by then
+        why = owner.HOOKED
     else:
         why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
     copies.note(why, "backward from the input")

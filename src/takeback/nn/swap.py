@@ -1,8 +1,8 @@
 """Gives a module another forward by giving it another class, made of a `Form` and its own class; and takes it back.
 
-The module object stays, with its parameters, buffers, hooks and attributes, so whoever holds it holds the converted one;
-`isinstance`, the class's name and the forward's signature stay too. What the form remembers is in one attribute. A module
-pickles and deep-copies as what it is; `restore_` leaves no trace.
+The module object stays, with its parameters, buffers, hooks and attributes, so whoever holds it holds the converted
+one; `isinstance`, the class's name and the forward's signature stay too. What the form remembers is in one attribute. A
+module pickles and deep-copies as what it is; `restore_` leaves no trace.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Form:
         return self.original.forward(self, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        own = self.original.extra_repr(self)  # type: ignore[arg-type]
+        own = self.original.extra_repr(self)
         return f"{own}, {type(self).__mro__[1].__name__}" if own else type(self).__mro__[1].__name__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _remade, (self.original, type(self).__mro__[1]), self.__getstate__()  # type: ignore[attr-defined]
+        return _remade, (self.original, type(self).__mro__[1]), self.__getstate__()
 
 
 def swap_(module: nn.Module, form: type[Form], remembered: object) -> None:
@@ -49,14 +49,20 @@ def restore_(module: nn.Module) -> None:
     module.__class__ = module.original
 
 
-@functools.cache
-def _swapped(original: type[nn.Module], form: type[Form]) -> type[nn.Module]:
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.converted(*args, **kwargs)
+_classes: dict[tuple[Any, Any], Any] = {}  #: made so far, by class and form
 
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (form, original), {**names, "original": original, "forward": forward})
+
+def _swapped(original: Any, form: Any) -> Any:
+    if (original, form) not in _classes:
+
+        @functools.wraps(original.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.converted(*args, **kwargs)
+
+        names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        made = type(original.__name__, (form, original), {**names, "original": original, "forward": forward})
+        _classes.setdefault((original, form), made)
+    return _classes[original, form]
 
 
 def _remade(original: type[nn.Module], form: type[Form]) -> nn.Module:
