@@ -143,8 +143,16 @@ class LazyLogits:
     def div(self, other: Any) -> Any:
         return self._scaled("div", other)
 
+    def add(self, other: Any, *, alpha: Any = 1) -> Any:
+        given = self._product
+        is_bias = isinstance(other, Tensor) and other.numel() == self.shape[-1] == other.shape[-1] and alpha == 1
+        if self._made is None and is_bias and not given.steps and given.bias is None and other.dtype == self.dtype:
+            return LazyLogits(replace(given, bias=other.reshape(-1)), self._source)
+        return self._call("add", torch.add, (other,), {"alpha": alpha})
+
     __mul__ = __rmul__ = mul
     __truediv__ = div
+    __add__ = __radd__ = add
 
     def __getitem__(self, index: Any) -> Any:
         if self._made is None and (taken := _taken(self._product, index)) is not None:
@@ -276,6 +284,7 @@ class LazyLogits:
 _NOTED: dict[Any, str] = {
     F.cross_entropy: "loss",
     torch.tanh: "tanh",
+    torch.add: "add",
     torch.mul: "mul",
     torch.div: "div",
     torch.true_divide: "div",
@@ -295,6 +304,8 @@ def lazy_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, copies: Cop
 
 def _taken(product: Product, index: Any) -> Product | None:
     """The product's rows, and first classes, that an index takes; None if it is of another kind."""
+    if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim() < product.hidden.dim():
+        return replace(product, hidden=product.hidden[index])
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
         return None
@@ -332,7 +343,7 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *others: getattr(self.made(name), name)(*_whole(others, name))
 
 
-_LEFT = ("add", "radd", "sub", "rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "mod", "floordiv")
+_LEFT = ("sub", "rsub", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "abs", "mod", "floordiv")
 _ASKING = ("eq", "ne", "lt", "le", "gt", "ge", "invert", "setitem", "index", "int", "float", "contains")
 for _name in (*_LEFT, *_ASKING):
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

@@ -72,7 +72,7 @@ def chunk_rows(count: int, columns: int, dtype: torch.dtype) -> int:
     wide_bytes = int(wide(dtype).itemsize)
     most = max(LEAST_ROWS, columns * wide_bytes // (wide_bytes + (0 if wide(dtype) == dtype else dtype.itemsize)))
     chunks = max(1, -(-count // most))
-    each = -(-count // chunks)
+    each = max(1, -(-count // chunks))
     return each if chunks == 1 else -(-each // 8) * 8  # products like aligned rows
 
 
