@@ -37,7 +37,9 @@ HEADS: dict[str, Callable[[Any], Tensor]] = {
     "shifted": lambda z: F.cross_entropy(
         z[..., :-1, :].contiguous().view(-1, CLASSES), TARGETS[..., 1:].reshape(-1), reduction="sum"
     ),
-    "capped": lambda z: F.cross_entropy((torch.tanh(z / 3.0) * 3.0).to(torch.float32).view(-1, CLASSES), TARGETS.view(-1)),
+    "capped": lambda z: F.cross_entropy(
+        (torch.tanh(z / 3.0) * 3.0).to(torch.float32).view(-1, CLASSES), TARGETS.view(-1)
+    ),
     "scaled": lambda z: F.cross_entropy((z.tanh().mul(2) * 0.5).float().view(-1, CLASSES), TARGETS.view(-1)),
     "twice capped": lambda z: F.cross_entropy(z.tanh().tanh().float().tanh().view(-1, CLASSES), TARGETS.view(-1)),
     "padded vocabulary": lambda z: F.cross_entropy(z[:, :, :11].float()[..., :11].view(-1, 11), TARGETS.view(-1)),
@@ -72,7 +74,10 @@ READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a list of them": (lambda z: torch.stack([z, z * 1]), "stack"),
     "an index": (lambda z: z[..., 3], "indexing"),
     "numpy": (lambda z: torch.from_numpy(np.asarray(z.detach())), "detach"),
-    "another loss": (lambda z: F.cross_entropy(z.view(-1, CLASSES), TARGETS.view(-1), reduction="none"), "another form"),
+    "another loss": (
+        lambda z: F.cross_entropy(z.view(-1, CLASSES), TARGETS.view(-1), reduction="none"),
+        "another form",
+    ),
     "classes first": (lambda z: F.cross_entropy(z.transpose(1, 2), TARGETS), "transpose"),
     "a transposed view": (lambda z: z.view(CLASSES, 2, 5), "view"),
 }

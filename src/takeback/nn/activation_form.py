@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from takeback import engine
 from takeback.nn import ops
+from takeback.nn.asking import asking, in_both_modes, takes_one_tensor
 from takeback.nn.forward_graphs import is_torchs_own, touched
 from takeback.nn.gated import gelu_counted
 from takeback.nn.gated_linear import NAMED, Activate
-from takeback.nn.norm_form import takes_one_tensor
 from takeback.nn.owner import Copies
 from takeback.nn.swap import REMEMBERED, Form, argument
 
@@ -76,18 +76,14 @@ def recognise(module: nn.Module) -> ActivationKind | None:
         return None
     if touched(module) or not hasattr(type(module), "forward") or not takes_one_tensor(module):
         return None
-    modes = module.training
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
-            for module.training in (True, False):
+        with asking(module), torch.enable_grad():
+            for _ in in_both_modes(module):
                 if not _is_elementwise(module) or _kept_bytes(module) <= POINTS * 8:
                     return None
             return ActivationKind(name_of(module))
     except Exception:  # whatever a forward raises that is no function of one tensor
         return None
-    finally:
-        module.training = modes
 
 
 def _is_elementwise(act: Activate) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from takeback import engine
 from takeback.nn.activation_form import name_of
+from takeback.nn.asking import asking, in_both_modes, refusal, takes_one_tensor
 from takeback.nn.forward_graphs import touched
 from takeback.nn.gated_linear import Activate, gated, gated_linear
-from takeback.nn.norm_form import takes_one_tensor
 from takeback.nn.owner import Copies
 from takeback.nn.swap import REMEMBERED, Form, argument
 
@@ -99,7 +99,8 @@ def recognise(module: nn.Module) -> GatedKind | str | None:
         answer = _agrees(module, kind)
         if answer is True:
             act = getattr(module, kind.act)
-            kind.activation, kind.described = name_of(act), _described(act)
+            with asking(module):
+                kind.activation, kind.described = name_of(act), _described(act)
             return kind
         if isinstance(answer, str):
             return answer
@@ -135,29 +136,21 @@ def _candidates(linears: dict[str, nn.Linear], act: str) -> Iterator[GatedKind]:
 
 def _agrees(module: nn.Module, kind: GatedKind) -> bool | str:
     """Whether the module computes that, with small weights; or why it cannot be asked."""
-    flags = [(each, each.training) for each in module.modules()]
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(0)
-            for training, shape in itertools.product((True, False), ((3, WIDTH), (2, 4, WIDTH))):
-                for each, _ in flags:
-                    each.training = training
-                x = torch.randn(shape, dtype=torch.float64)
-                given = x.clone()
-                small = _small_weights(module, kind)
-                result = torch.func.functional_call(module, small, (x,))
-                if not isinstance(result, Tensor) or not torch.equal(given, x):
-                    return "its forward writes onto its input, or returns something else than a tensor"
-                expected = _by_formula(module, kind, x, small)
-                if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-9, atol=1e-9):
-                    return False
+        with asking(module), torch.no_grad():
+            for _ in in_both_modes(module):
+                for shape in ((3, WIDTH), (2, 4, WIDTH)):
+                    x = torch.randn(shape, dtype=torch.float64)
+                    given = x.clone()
+                    small = _small_weights(module, kind)
+                    result = torch.func.functional_call(module, small, (x,))
+                    if not isinstance(result, Tensor) or not torch.equal(given, x):
+                        return "its forward writes onto its input, or returns something else than a tensor"
+                    expected = _by_formula(module, kind, x, small)
+                    if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-9, atol=1e-9):
+                        return False
     except Exception as error:  # whatever a forward raises that is no such MLP
-        return (
-            f"its forward cannot be asked ({type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:80]})"
-        )
-    finally:
-        for each, flag in flags:
-            each.training = flag
+        return refusal(error)
     return True
 
 

@@ -7,9 +7,7 @@ inputs and random weights, in float32 and bfloat16, in training and in eval; its
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 from takeback import engine
 from takeback.nn import ops
+from takeback.nn.asking import asking, in_both_modes, refusal, takes_one_tensor
 from takeback.nn.forward_graphs import touched
 from takeback.nn.invert import Weights
 from takeback.nn.kernels.width import wide
@@ -116,12 +115,6 @@ def _torchs_own(norm: nn.LayerNorm) -> RowNormKind | str:
     return RowNormKind(weight, "eps", centred=True, bias=bias)
 
 
-def takes_one_tensor(module: nn.Module) -> bool:
-    """Whether the forward has one argument, and no way to get others."""
-    taken = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    return len(taken) == 1 and taken[0].kind in (taken[0].POSITIONAL_ONLY, taken[0].POSITIONAL_OR_KEYWORD)
-
-
 def _epsilons(module: nn.Module) -> list[str]:
     """Attributes that may be the epsilon: small numbers, or None where torch has its own."""
     own = [
@@ -136,13 +129,9 @@ def _agrees(module: nn.Module, kind: RowNormKind, width: int) -> RowNormKind | s
     """The kind, if the module computes that, on the CPU with other weights; or why it cannot be asked."""
     assert kind.weight is not None
     wider = False
-    modes = module.training
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.manual_seed(0)
-            for training in (True, False):
-                module.training = training
+        with asking(module), torch.no_grad():
+            for _ in in_both_modes(module):
                 for dtype in (torch.float32, torch.bfloat16):
                     weight = (torch.rand(width) * 2 - 0.5).to(dtype)
                     for x in _inputs(width, _eps(module, kind, torch.empty(0, dtype=dtype))):
@@ -157,9 +146,7 @@ def _agrees(module: nn.Module, kind: RowNormKind, width: int) -> RowNormKind | s
                 x, weight = torch.randn(2, width).bfloat16(), torch.rand(width)
                 wider |= torch.func.functional_call(module, {kind.weight: weight}, (x,)).dtype == torch.float32
     except Exception as error:  # whatever a forward raises that is no such norm
-        return f"its forward cannot be asked ({type(error).__name__}: {str(error).strip().splitlines()[0][:80]})"
-    finally:
-        module.training = modes
+        return refusal(error)
     return replace(kind, as_weight=wider)
 
 
