@@ -124,7 +124,7 @@ def row_norm(
         why = owner.HOOKED
     else:
         why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
-    copies.note(why, "backward from the input")
+        copies.note(why, "backward from the input")
     return RowNorm.apply(x, weight, bias, RowNormSettings(shape, eps, centred, why is None, copies))
 
 
