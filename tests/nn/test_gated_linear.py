@@ -1,4 +1,4 @@
-"""act(gate) * up and the layer after it: torch's gradients; gate and up are kept, and overwritten where nobody reads."""
+"""act(gate) * up and the layer after it: torch's gradients; gate and up are kept, and overwritten if nobody reads."""
 
 from __future__ import annotations
 
