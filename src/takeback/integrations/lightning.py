@@ -11,15 +11,15 @@ from there by itself. See docs/lightning.md.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from takeback.compiler.explain.report import Report
 from takeback.errors import CaptureError, OptionError
-from takeback.integrations.deferred import deferred, tell_
-from takeback.integrations.lightning_checks import Wants, outline_of, uses_batch_idx, wants_of
+from takeback.integrations.deferred import NoIndex, deferred, tell_
+from takeback.integrations.lightning_checks import Wants, outline_of, wants_of
 from takeback.step import CompiledStep, compile_step
 
 
@@ -45,10 +45,13 @@ _WAY_OUT = (
 )
 
 
-def training_step(module: Any, divide: int, context: Callable[[], Any], *arguments: Any) -> tuple[torch.Tensor, Any]:
+def training_step(
+    module: Any, divide: int, context: Callable[[], Any], arguments: Mapping[str, Any]
+) -> tuple[torch.Tensor, Any]:
     """The loss of the compiled step. Beside it: what training_step returned, and what it told others."""
+    index = NoIndex()
     with deferred(module) as told, context():
-        output = module.training_step(*arguments)
+        output = module.training_step(*(index if name == "batch_idx" else value for name, value in arguments.items()))
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
@@ -56,6 +59,13 @@ def training_step(module: Any, divide: int, context: Callable[[], Any], *argumen
             f"batch in on_train_batch_start (which returns -1), or in the data loader."
         )
     return (loss / divide if divide != 1 else loss), (output, told)
+
+
+def _send_(module: torch.nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+    """Rank 0's buffers, and these parameters, to all."""
+    with torch.no_grad():
+        for tensor in (*parameters, *module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), src=0)
 
 
 class Takeback(_callback_class()):  # type: ignore[misc]
@@ -72,7 +82,6 @@ class Takeback(_callback_class()):  # type: ignore[misc]
         self._outline: Hashable = None
         self._wants: Wants | None = None
         self._updates = False
-        self._fixed_index = False
 
     def report(self) -> Report:
         """Of the plan used last."""
@@ -84,11 +93,16 @@ class Takeback(_callback_class()):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and type(trainer.strategy).__name__ == "DDPStrategy":
-            trainer.strategy.configure_ddp = lambda: None  # the step itself averages gradients, of the plain module
+            # The step itself averages gradients, of the plain module: all that DDP would do here is to make ranks equal.
+            trainer.strategy.configure_ddp = lambda: _send_(pl_module, pl_module.parameters())
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._wants is not None and self._wants.group is not None:
+            _send_(pl_module)  # as DDP does before each forward, in a validation too
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._release_()
-        self.step = None
+        self.step = self._wants = None
         wants_of(trainer)  # what can be refused is refused before anything has run
         loop = self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop._make_closure = self._make_closure
@@ -116,6 +130,8 @@ class Takeback(_callback_class()):  # type: ignore[misc]
         """Lightning's closure with a compiled step inside. It has no backward: the step has run that."""
         self._compile_(self._trainer)
         stock = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+        if self._loop._skip_backward:  # forward alone, for running statistics: nothing is trained
+            return stock
         zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
 
         def step_fn() -> Any:
@@ -141,13 +157,13 @@ class Takeback(_callback_class()):  # type: ignore[misc]
         module = trainer.lightning_module
         step = self.step
         assert step is not None
-        arguments = [0 if name == "batch_idx" and self._fixed_index else value for name, value in kwargs.items()]
+        arguments = {name: None if name == "batch_idx" else value for name, value in kwargs.items()}
         divide = trainer.accumulate_grad_batches
         fx, module._current_fx_name = module._current_fx_name, "training_step"
         try:
             with trainer.profiler.profile("[Takeback]step"):
                 update = {} if self._updates else {"update": False}
-                loss, (output, told) = step(divide, trainer.precision_plugin.train_step_context, *arguments, **update)
+                loss, (output, told) = step(divide, trainer.precision_plugin.train_step_context, arguments, **update)
             tell_(told)
         except CaptureError as error:
             error.add_note(_WAY_OUT)
@@ -170,7 +186,6 @@ class Takeback(_callback_class()):  # type: ignore[misc]
             return
         self._wants = wants
         module = trainer.lightning_module
-        self._fixed_index = uses_batch_idx(module.training_step) is None
         self.leaves_grads = wants.leaves_grads
         vars(self._loop).pop("_optimizer_step", None)
         if not wants.leaves_grads:

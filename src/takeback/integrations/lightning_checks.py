@@ -7,7 +7,6 @@ cannot be honoured, which names the way out. Nothing here changes anything. Work
 
 from __future__ import annotations
 
-import dis
 import inspect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
@@ -29,8 +28,6 @@ _IN_VAIN = {
     "on_before_backward": "forward and backward are one call. Use on_after_backward or on_train_batch_end",
 }
 
-_ALL_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))  #: code that names one of these may read any variable
-
 
 @dataclass(frozen=True)
 class Wants:
@@ -44,10 +41,9 @@ class Wants:
 
 def wants_of(trainer: Any) -> Wants:
     """Raises for what cannot be honoured."""
-    module, strategy = trainer.lightning_module, trainer.strategy
     _check_kinds(trainer)
     _check_vain(trainer)
-    group = _group_of(strategy)
+    group = _group_of(trainer.strategy)
     clip = trainer.gradient_clip_val
     clips = clip is not None and clip > 0
     scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -59,13 +55,6 @@ def wants_of(trainer: Any) -> Wants:
         )
     if clips and scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False):
         leaves = (*leaves, "a fused optimizer unscales gradients by itself, and they are to be clipped")
-    used = uses_batch_idx(module.training_step)
-    if used:
-        raise CaptureError(
-            f"training_step uses batch_idx ({used}), another number in each step, so that each would need a plan of "
-            f"its own. Do what depends on it in on_train_batch_start or on_train_batch_end, which run as ever; or keep a "
-            f"count in a buffer of the module."
-        )
     return Wants(float(clip) if clips and not leaves else None, scaler, group, leaves)
 
 
@@ -147,21 +136,3 @@ def _group_of(strategy: Any) -> Any:
             "averages gradients over all ranks and sends rank 0's buffers: use DDPStrategy without these."
         )
     return torch.distributed.group.WORLD
-
-
-def uses_batch_idx(training_step: Any) -> str | None:
-    """The line in which it does; "" where that cannot be told; None if it does not."""
-    function = getattr(training_step, "__func__", training_step)
-    code = getattr(function, "__code__", None)
-    if code is None or hasattr(function, "__wrapped__") or not _ALL_LOCALS.isdisjoint(code.co_names):
-        return ""
-    if code.co_flags & inspect.CO_VARARGS or code.co_flags & inspect.CO_VARKEYWORDS:
-        return ""
-    if "batch_idx" not in (*code.co_varnames, *code.co_cellvars):
-        return None if code.co_argcount < 3 else ""  # under another name
-    for instruction in dis.get_instructions(code):
-        stores = instruction.opname.startswith(("STORE", "MAKE_CELL", "COPY_FREE"))
-        if instruction.argval == "batch_idx" and not stores:
-            at = instruction.positions
-            return f"{code.co_filename}:{at.lineno if at is not None else code.co_firstlineno}"
-    return None
