@@ -18,13 +18,13 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
-from takeback.compiler.capture.batch import cut, map_tensors, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
-from takeback.compiler.capture.numbers import Trace, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
@@ -43,6 +43,19 @@ class AuxSlot:
 
     index: int
 
+    def value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return tensors[self.index]
+
+
+@dataclass(frozen=True)
+class AuxNumber(AuxSlot):
+    """Stands in aux for a number that was traced: what it is now."""
+
+    read: Callable[[], float]
+
+    def value(self, tensors: Sequence[torch.Tensor]) -> float:
+        return self.read()
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -52,7 +65,7 @@ class Capture:
     assumptions: Assumptions
     loss: torch.Tensor
     aux: Any  #: as loss_fn returned it, detached; None if it returned the loss alone
-    aux_form: Any  #: the same with an `AuxSlot` for every tensor
+    aux_form: Any  #: the same with an `AuxSlot` for every tensor and traced number
     has_aux: bool
     grad_norm: torch.Tensor | None
     trace: Trace | None = field(default=None, kw_only=True)  #: of numbers that the step only computed with
@@ -383,7 +396,9 @@ def _finish(
     assumptions.hold_(before, list(program.externals.values()))
     aux = map_tensors(ran.aux, lambda t: t.detach())
     counter = iter(range(len(aux_tensors)))
-    form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
+    numbered = map_leaves(aux, TracedNumber, lambda number: AuxNumber(0, number.read))
+    form = map_tensors(numbered, lambda _: AuxSlot(next(counter)))
+    aux = map_leaves(aux, TracedNumber, lambda number: number.read())
     return Capture(
         program,
         assumptions,
