@@ -1,1 +1,2 @@
-"""takeback inside of training frameworks: each module here needs the package that it is named after."""
+"""takeback inside of other people's training loops. Each module needs its framework, and is imported by its own name:
+`import takeback` imports none of them."""
