@@ -33,6 +33,7 @@ from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
+from takeback.compiler.capture.uncompiled import notes_of, uncompiled
 from takeback.compiler.program import Phase, Program
 from takeback.errors import CaptureError
 
@@ -211,6 +212,7 @@ def _attempt(
     batch = tensors_of((args, kwargs))
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(uncompiled())
         log = stack.enter_context(recording()) if recording is not None else None
         own = stack.enter_context(watching(next((p.device for p in subject.parameters), torch.device("cpu"))))
         recorder = Recorder(
@@ -245,6 +247,7 @@ def _attempt(
         return Kin(before, assumptions, assumptions.places(), seen)
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
+    got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen)))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 
