@@ -57,7 +57,7 @@ class AcceleratedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         accelerator = self._accelerator
         last = accelerator.sync_gradients
-        scaler = self.compiled.options.scaler
+        scaler: Any = self.compiled.options.scaler
         before = scaler.get_scale() if scaler is not None and last else None
         update = {} if last else {"update": False}
         _, out = self.compiled(accelerator.gradient_accumulation_steps, *args, **kwargs, **update)

@@ -121,7 +121,7 @@ def _writing(told: list[Told], metric: nn.Module, name: str, what: str) -> Calla
 def metrics_of(module: nn.Module, path: str = "") -> dict[str, nn.Module]:
     """By path, those of torchmetrics among the submodules, if that is imported at all. Not by `named_modules`: it asks
     for the hash of each, which a metric computes from its state, and to a recording that is a read."""
-    metrics = sys.modules.get("torchmetrics")
+    metrics: Any = sys.modules.get("torchmetrics")
     found: dict[str, nn.Module] = {}
     for name, child in _table(module)["_modules"].items() if metrics is not None else ():
         if child is not None:

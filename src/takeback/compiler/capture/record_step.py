@@ -414,7 +414,7 @@ def _finish(
         recorder.statistics,
         Aside(tuple(ran.foreign), subject.derived),
         tuple(holder for holder, _ in made),
-        tuple(_notes(ran.foreign)),
+        (*_notes(ran.foreign), *_frozen_notes(subject, grads)),
         recorder.random_ends,
         kin,
     )
@@ -426,6 +426,18 @@ def _notes(foreign: Mapping[torch.nn.Parameter, str]) -> Iterator[str]:
             f"the loss depends on {len(foreign)} parameters of other modules ({next(iter(foreign.values()))}, ...), "
             f"which this step does not train: their gradients are not computed, and their .grad is left as it is. "
             f"Eager would add to it what zero_grad() throws away before those modules are trained"
+        )
+
+
+def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterator[str]:
+    """LoRA and the like: what the frozen part would take, and does not."""
+    frozen = [p for p in subject.parameters if not p.requires_grad]
+    if frozen and grads:
+        sizes = (sum(t.nbytes for t in tensors) / 2**20 for tensors in (grads.values(), frozen))
+        yield (
+            "gradients take {:.2f} MiB: ".format(next(sizes))
+            + f"{len(grads)} of {len(subject.parameters)} parameters have one; the {len(frozen)} that are frozen "
+            + "({:.2f} MiB) have none, not even inside of the backward".format(next(sizes))
         )
 
 
