@@ -52,7 +52,9 @@ def main() -> None:
             updates += 1
             if updates % max(arguments.steps // 10, 1) == 0:
                 mean = total / (max(arguments.steps // 10, 1) * arguments.accumulate)
-                accelerator.print(f"update {updates:4}  mean loss {mean.item():.4f}  gradient norm {step.grad_norm:.3f}")
+                accelerator.print(
+                    f"update {updates:4}  mean loss {mean.item():.4f}  gradient norm {step.grad_norm:.3f}"
+                )
                 total.zero_()
 
     report = step.report()

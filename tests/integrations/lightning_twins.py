@@ -1,4 +1,4 @@
-"""Fits the same Lightning module twice, stock and with `Takeback`, from the same bits, and compares all that is left:
+"""Fits the same Lightning module twice, stock and with `Takeback`, from the same bits, and compares what is left:
 parameters, buffers, optimizer and scheduler state, progress counters, random state, everything logged and every hook."""
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 
-accelerate = pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes are started is shared with its tests
 
 from accelerate_twins import build, forget, loss_fn, train_both

@@ -1,4 +1,4 @@
-"""A Lightning Trainer with the Takeback callback leaves what a stock one leaves, bit for bit, and says what it cannot."""
+"""A Lightning Trainer with the Takeback callback leaves what a stock one leaves, bit by bit, and says what it cannot."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes are started is shared with its tests
-pl = pytest.importorskip("pytorch_lightning")
 from lightning_twins import Fit, Lit, assert_equal_fits, fit, fit_both
 from ranks import FINE, run_ranks
 
@@ -170,6 +170,24 @@ def test_what_is_logged_and_returned_is_stocks(each: int) -> None:
     for mine, theirs in zip(ours.module.outputs, stock.module.outputs, strict=True):
         assert same_bits(mine, theirs.detach())
         assert not mine.requires_grad
+
+
+class WithoutIndex(Lit):
+    """Logs a number that the scheduler changes after each step, too."""
+
+    def training_step(self, batch: Any) -> Any:
+        x, y = batch
+        self.log("rate", self.optimizers().param_groups[0]["lr"])
+        return F.cross_entropy(self(x), y)
+
+
+@slow
+def test_a_number_that_is_logged_is_the_one_of_its_step() -> None:
+    done = fit_both(WithoutIndex)
+    assert done.takeback is not None
+    assert done.takeback.step is not None
+    assert done.takeback.step._replays == 8
+    assert len({line["rate"] for _, line in done.lines if "rate" in line}) == 10
 
 
 class Computes(Telling):

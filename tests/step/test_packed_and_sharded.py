@@ -194,5 +194,7 @@ def test_sharded_models_are_refused(kind: str) -> None:
         fsdp.fully_shard(model[0], mesh=init_device_mesh("cpu", (1,)))
     else:
         model[0] = fsdp.FullyShardedDataParallel(model[0], device_id=torch.device("cpu"))
-    with pytest.raises(CaptureError, match=r"the model is sharded \(.*pass the plain one and the process group as group="):
+    with pytest.raises(
+        CaptureError, match=r"the model is sharded \(.*pass the plain one and the process group as group="
+    ):
         tb.compile_step(model, cross_entropy, sgd(model))

@@ -7,8 +7,8 @@ zero_grad.
             loss = step(x, y)
             scheduler.step()
 
-Accumulation, mixed precision, the scaler and the processes are the accelerator's to say. Guaranteed: parameters have the
-bits of the same loop with accelerator.backward(), accelerator.clip_grad_norm_() and optimizer.step().
+Accumulation, mixed precision, the scaler and the processes are the accelerator's to say. Guaranteed: parameters have
+the bits of the same loop with accelerator.backward(), accelerator.clip_grad_norm_() and optimizer.step().
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def compile_step(
     kind = accelerator.distributed_type.name
     if kind not in _KINDS:
         raise CaptureError(
-            f"the accelerator is of type {kind}, where parameters or updates belong to another library. A compiled step "
-            f"trains on one device a process, alone or with DDP (MULTI_CPU, MULTI_GPU)."
+            f"the accelerator is of type {kind}, where parameters or updates belong to another library. A compiled "
+            f"step trains on one device a process, alone or with DDP (MULTI_CPU, MULTI_GPU)."
         )
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     compiled = compile_plain_step(

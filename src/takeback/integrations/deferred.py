@@ -1,8 +1,9 @@
-"""What a training step tells others while it runs, `self.log(...)` and torchmetrics, is kept as data and told afterwards.
+"""What a training step tells others while it runs, `self.log(...)` and torchmetrics, is kept as data and told
+afterwards.
 
-In: a module whose step runs inside of `deferred`. Out: the calls that it made, as a nesting of tuples and dicts that goes
-with the results of a compiled step; `tell_` makes them, in their order, with the tensors of the step that has just run.
-Guaranteed: inside of the step nothing is kept by any object, so that a replay leaves out nothing.
+In: a module whose step runs inside of `deferred`. Out: the calls that it made, as a nesting of tuples and dicts that
+goes with the results of a compiled step; `tell_` makes them, in their order, with the tensors of the step that has just
+run. Guaranteed: inside of the step nothing is kept by any object, so that a replay leaves out nothing.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class NoIndex(Unknown):
 
     def _reason(self, line: str) -> str:
         return (
-            f"training_step uses batch_idx at {line}, another number in each step, so that each would need a plan of its "
-            f"own. Do what depends on it in on_train_batch_start or on_train_batch_end, which run as ever; or keep a "
+            f"training_step uses batch_idx at {line}, another number in each step, so that each would need a plan of "
+            f"its own. Do what depends on it in on_train_batch_start or on_train_batch_end, which run as ever; or keep a "
             f"count in a buffer of the module."
         )
 

@@ -1,9 +1,9 @@
-"""`Takeback`, a callback of Lightning's Trainer: its training steps are compiled, and everything else stays Lightning's.
+"""`Takeback`, a callback of Lightning's Trainer: training steps are compiled, and everything else stays Lightning's.
 
     trainer = Trainer(max_epochs=3, gradient_clip_val=1.0, callbacks=[Takeback(memory="auto")])
 
-In automatic optimization forward, backward, clipping and the optimizer's update become one `CompiledStep`, with the bits
-of stock Lightning. Where somebody must see gradients between backward and update (a hook, clipping by value, an
+In automatic optimization forward, backward, clipping and the optimizer's update become one `CompiledStep`, with the
+bits of stock Lightning. Where somebody must see gradients between backward and update (a hook, clipping by value, an
 optimizer_step of the module's own), forward and backward are compiled, gradients lie in `.grad`, and Lightning goes on
 from there by itself. See docs/lightning.md.
 """
@@ -40,8 +40,9 @@ _TRAINERS = {
     "group": "Trainer(strategy='ddp')",
 }
 _WAY_OUT = (
-    "In Lightning: what training_step is to leave for others it returns with the loss, {'loss': loss, 'logits': logits}, "
-    "and on_train_batch_end(outputs, ...) gets it after each step. self.log and metrics of torchmetrics work as they are."
+    "In Lightning: what training_step is to leave for others it returns with the loss, "
+    "{'loss': loss, 'logits': logits}, and on_train_batch_end(outputs, ...) gets it after each step. self.log takes the tensor, without .item(); it and "
+    "metrics of torchmetrics work as they are."
 )
 
 
@@ -55,8 +56,8 @@ def training_step(
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(
-            f"training_step returned {type(output).__name__} without a loss. A compiled step always trains: leave out a "
-            f"batch in on_train_batch_start (which returns -1), or in the data loader."
+            f"training_step returned {type(output).__name__} without a loss. A compiled step always trains: leave out "
+            f"a batch in on_train_batch_start (which returns -1), or in the data loader."
         )
     return (loss / divide if divide != 1 else loss), (output, told)
 
@@ -93,7 +94,7 @@ class Takeback(_callback_class()):  # type: ignore[misc]
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and type(trainer.strategy).__name__ == "DDPStrategy":
-            # The step itself averages gradients, of the plain module: all that DDP would do here is to make ranks equal.
+            # The step averages gradients, of the plain module: all that DDP would do here is to make ranks equal.
             trainer.strategy.configure_ddp = lambda: _send_(pl_module, pl_module.parameters())
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:

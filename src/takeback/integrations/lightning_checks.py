@@ -50,8 +50,8 @@ def wants_of(trainer: Any) -> Wants:
     leaves = tuple(_leaving(trainer, clips=clips, grouped=group is not None))
     if group is not None and leaves:
         raise CaptureError(
-            f"{leaves[0]}, so gradients must be complete before the update, and those of several processes are averaged "
-            f"by the update itself. Without it DDP works; or train in one process."
+            f"{leaves[0]}, so gradients must be complete before the update, and those of several processes are "
+            f"averaged by the update itself. Without it DDP works; or train in one process."
         )
     if clips and scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False):
         leaves = (*leaves, "a fused optimizer unscales gradients by itself, and they are to be clipped")

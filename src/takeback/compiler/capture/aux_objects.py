@@ -38,7 +38,9 @@ class Opened:
 
 class _ObjectType(LeafType):
     def __instancecheck__(cls, node: object) -> bool:
-        closed = torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType | float
+        closed = (
+            torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType | float
+        )
         has_attributes = isinstance(getattr(node, "__dict__", None), dict)
         return has_attributes and super().__instancecheck__(node) and not isinstance(node, closed)
 

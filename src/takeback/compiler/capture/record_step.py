@@ -433,11 +433,10 @@ def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterat
     """LoRA and the like: what the frozen part would take, and does not."""
     frozen = [p for p in subject.parameters if not p.requires_grad]
     if frozen and grads:
-        sizes = (sum(t.nbytes for t in tensors) / 2**20 for tensors in (grads.values(), frozen))
+        taken, spared = (sum(t.nbytes for t in tensors) / 2**20 for tensors in (grads.values(), frozen))
         yield (
-            "gradients take {:.2f} MiB: ".format(next(sizes))
-            + f"{len(grads)} of {len(subject.parameters)} parameters have one; the {len(frozen)} that are frozen "
-            + "({:.2f} MiB) have none, not even inside of the backward".format(next(sizes))
+            f"gradients take {taken:.2f} MiB: {len(grads)} of {len(subject.parameters)} parameters have one; the "
+            f"{len(frozen)} that are frozen ({spared:.2f} MiB) have none, not even inside of the backward"
         )
 
 

@@ -68,8 +68,8 @@ def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None
     if sharded is not None:
         raise CaptureError(
             f"the model is sharded ({type(sharded).__name__}): FSDP gathers and frees its parameters, and averages its "
-            f"gradients, by hooks that a replay would not run. Where a rank can hold the whole model, pass the plain one "
-            f"and the process group as group=; else train it in eager."
+            f"gradients, by hooks that a replay would not run. Where a rank can hold the whole model, pass the plain "
+            f"one and the process group as group=; else train it in eager."
         )
     known = {id(p) for p in model.parameters()}
     groups = [group for member in optimizers.members for group in member.param_groups]

@@ -1,5 +1,5 @@
-"""torch.compile and a compiled step: what torch.compile has compiled runs inside of a step as it was written, so that its
-ops can be recorded and planned like all others; and a step itself cannot be compiled by it.
+"""torch.compile and a compiled step: what torch.compile has compiled runs inside of a step as it was written, so that
+its ops can be recorded and planned like all others; and a step itself cannot be compiled by it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def check_not_compiled() -> None:
     """Raises inside of a function that torch.compile compiles: it would trace takeback itself."""
     if torch.compiler.is_compiling() or _is_being_compiled():
         raise CaptureError(
-            "a compiled step is called inside of a function that torch.compile compiles, or is itself given to it. There "
-            "is nothing left to compile: call the step as it is, and leave torch.compile to other code."
+            "a compiled step is called inside of a function that torch.compile compiles, or is itself given to it. "
+            "There is nothing left to compile: call the step as it is, and leave torch.compile to other code."
         )
 
 

@@ -42,7 +42,8 @@ def given_results(
     executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool, held: Sequence[torch.Tensor]
 ) -> Results:
     """Loss and aux of a replay, before the executor lets go of them: copies of what is the plan's, the very bytes of
-    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and number that is read anew; `held` take the values of the last."""
+    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew;
+    `held` take the values of the last."""
     program = executor.program
 
     def returned(region: Region) -> torch.Tensor:
