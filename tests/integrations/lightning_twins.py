@@ -1,5 +1,5 @@
 """Fits the same Lightning module twice, stock and with `Takeback`, from the same bits, and compares what is left:
-parameters, buffers, optimizer and scheduler state, progress counters, random state, everything logged and every hook."""
+parameters, buffers, optimizer and scheduler state, progress counters, random state, all logs and hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Lightning Trainer with the Takeback callback leaves what a stock one leaves, bit by bit, and says what it cannot."""
+"""A Lightning Trainer with the Takeback callback leaves what a stock one leaves, bit by bit, or says why not."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class NoIndex(Unknown):
     def _reason(self, line: str) -> str:
         return (
             f"training_step uses batch_idx at {line}, another number in each step, so that each would need a plan of "
-            f"its own. Do what depends on it in on_train_batch_start or on_train_batch_end, which run as ever; or keep a "
-            f"count in a buffer of the module."
+            f"its own. Do what depends on it in on_train_batch_start or on_train_batch_end, which run as ever; or keep "
+            f"a count in a buffer of the module."
         )
 
 

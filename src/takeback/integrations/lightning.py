@@ -41,8 +41,8 @@ _TRAINERS = {
 }
 _WAY_OUT = (
     "In Lightning: what training_step is to leave for others it returns with the loss, "
-    "{'loss': loss, 'logits': logits}, and on_train_batch_end(outputs, ...) gets it after each step. self.log takes the tensor, without .item(); it and "
-    "metrics of torchmetrics work as they are."
+    "{'loss': loss, 'logits': logits}, and on_train_batch_end(outputs, ...) gets it after each step. self.log "
+    "takes the tensor, without .item(); it and metrics of torchmetrics work as they are."
 )
 
 
