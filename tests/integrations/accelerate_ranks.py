@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path.append(str(Path(__file__).parents[1]))  # where pytest looks, and torchrun does not
+
+from accelerate_twins import train_both
 
 
 def _compare() -> None:
-    from accelerate_twins import train_both
-
     for settings in ({}, {"gradient_accumulation_steps": 2}):
         step = train_both(rows=80, **settings)
         assert "rank" in " ".join(step.report().notes)

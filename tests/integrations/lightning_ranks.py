@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+from lightning_twins import Lit, assert_equal_fits, fit
 from torch import distributed as dist
 
 from takeback.errors import CaptureError
@@ -24,7 +25,6 @@ def _as_under_torchrun(rank: int) -> None:
 
 def ddp(rank: int, group: dist.ProcessGroup) -> None:
     """Accumulation and clipping; each rank has its own part of the data, and the logs are reduced."""
-    from lightning_twins import Lit, assert_equal_fits, fit
 
     class Synced(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -47,7 +47,6 @@ def ddp(rank: int, group: dist.ProcessGroup) -> None:
 
 def ddp_refusals(rank: int, group: dist.ProcessGroup) -> None:
     """Who must see averaged gradients before the update."""
-    from lightning_twins import Lit, fit
 
     class Looks(Lit):
         def on_before_optimizer_step(self, optimizer: Any) -> None: ...

@@ -79,7 +79,8 @@ class Takeback(_callback_class()):  # type: ignore[misc]
         self.options = options
         self.step: CompiledStep | None = None  #: made at the first training batch
         self.leaves_grads: tuple[str, ...] = ()  #: why gradients lie in `.grad` between backward and update
-        self._loop: Any = None
+        self._trainer: Any = None
+        self._loop: Any = None  #: Lightning's own, two of whose methods are replaced while it trains
         self._outline: Hashable = None
         self._wants: Wants | None = None
         self._updates = False
@@ -103,7 +104,7 @@ class Takeback(_callback_class()):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self._release_()
-        self.step = self._wants = None
+        self.step = None
         wants_of(trainer)  # what can be refused is refused before anything has run
         loop = self._loop = trainer.fit_loop.epoch_loop.automatic_optimization
         loop._make_closure = self._make_closure
@@ -117,13 +118,14 @@ class Takeback(_callback_class()):  # type: ignore[misc]
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._release_()
-        vars(trainer.strategy).pop("configure_ddp", None)
 
     def _release_(self) -> None:
         """Lightning's loop is as it was."""
-        for name in ("_make_closure", "_optimizer_step"):
-            vars(self._loop).pop(name, None) if self._loop is not None else None
-        self._loop = None
+        if self._loop is not None:
+            for name in ("_make_closure", "_optimizer_step"):
+                vars(self._loop).pop(name, None)
+            vars(self._trainer.strategy).pop("configure_ddp", None)
+        self._loop = self._wants = None
 
     # -- in the place of Lightning's own -----------------------------------------------------------------------
 
