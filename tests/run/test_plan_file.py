@@ -17,7 +17,7 @@ import takeback as tb
 from takeback import zoo
 from takeback.cache import Cache
 from takeback.compiler.passes import recompute
-from takeback.compiler.run import plan_file
+from takeback.compiler.run import plan_file, program_key
 from takeback.compiler.run.eager import eager_step
 from takeback.options import open_cache
 from takeback.step import CompiledStep
@@ -118,7 +118,7 @@ def test_another_program_other_options_or_other_rates_find_nothing(cache: Cache)
     assert not is_from_the_cache(trained(case, "keep", keep_grads=True))
     with mock.patch("takeback.compiler.run.calibrate.seconds", return_value=1.0):
         assert not is_from_the_cache(trained(case, "keep"))
-    with mock.patch.object(plan_file, "_source", return_value="another version"):
+    with mock.patch.object(program_key, "_source", return_value="another version"):
         assert not is_from_the_cache(trained(case, "keep"))
     assert is_from_the_cache(trained(case, "keep"))
 

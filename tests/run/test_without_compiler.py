@@ -156,7 +156,8 @@ def test_compiler_missing_but_cache_filled_still_places(tmp_path: Path) -> None:
 def copying_compiler(tmp_path: Path) -> str:
     """Gives the library that was built from the allocator's source before: what compiles it is not the point."""
     assert allocator.load() is not None
-    [library] = [path for path in cache_dir().glob("native-*") if b"tb_install" in path.read_bytes()]
+    built = [path for path in cache_dir().glob("native-*") if b"tb_install" in path.read_bytes()]
+    library = max(built, key=lambda path: path.stat().st_mtime)  # of this source: the others are of earlier ones
     script = tmp_path / "compiler"
     script.write_text(f'#!/bin/sh\ncp "{library}" "$3"\n')
     script.chmod(0o755)

@@ -111,10 +111,8 @@ def lay_out(
     draft, problem, solution = (
         _known(draft, items, windows, known)
         or _kept(draft, items, windows, scratch, near)
-        or _solve(draft, items, windows, like)
+        or _solve(draft, items, windows, like, near)
     )
-    if near is not None and near.arena is not None:
-        solution = min(solution, *_around(problem, windows, {}, near), key=lambda s: s.arena_bytes)
     validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
@@ -213,6 +211,20 @@ _LOOSE = "packed, the arena would be larger"
 
 
 def _solve(
+    draft: Draft,
+    items: tuple[Item, ...],
+    owners: Collection[BufferId],
+    like: PlacingOrder | None,
+    near: Layout | None,
+) -> tuple[Draft, Problem, Solution]:
+    """Offsets that are searched for, or those of a near layout for all but scratch, if that makes the arena smaller."""
+    draft, problem, solution = _searched(draft, items, owners, like)
+    if near is not None and near.arena is not None:
+        solution = min(solution, *_around(problem, owners, {}, near), key=lambda s: s.arena_bytes)
+    return draft, problem, solution
+
+
+def _searched(
     draft: Draft, items: tuple[Item, ...], owners: Collection[BufferId], like: PlacingOrder | None
 ) -> tuple[Draft, Problem, Solution]:
     """Offsets, with the packed slices where they belong. Slices that nobody needs in one piece are placed one by one
@@ -292,7 +304,7 @@ def _around(
     kept = {ItemId(b): known[b] for b in buffers if b in known}
     there = _inner(near)
     kept |= {item.id: there[key][1] for key, item in scratch.items() if there.get(key, (-1, 0))[0] == item.size_bytes}
-    solution = solve_around(problem, kept)
+    solution = solve_around(problem, kept, _placing)
     with contextlib.suppress(PlanError):
         validate(problem, solution)
         yield solution

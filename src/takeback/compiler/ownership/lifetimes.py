@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -19,19 +20,35 @@ class Lifetime:
 
 def lifetimes(program: Program, kept: Collection[BufferId] = ()) -> Mapping[BufferId, Lifetime]:
     """`kept` names the buffers that must last to the end of the step, besides what the step returns."""
+    found = dict(_used(program))
+    for buffer in (*(r.buffer for r in program.returned), *kept):
+        if buffer in found:
+            found[buffer] = Lifetime(found[buffer].start, len(program.ops))
+    return found
+
+
+_known: dict[int, tuple[weakref.ref[Program], dict[BufferId, Lifetime]]] = {}  #: by id: several passes ask in turn
+
+
+def _used(program: Program) -> dict[BufferId, Lifetime]:
+    """From the first op that names a buffer to the last."""
+    ident = id(program)
+    if ident in _known and _known[ident][0]() is program:
+        return _known[ident][1]
     start: dict[BufferId, int] = {}
     end: dict[BufferId, int] = {}
     for position, op in enumerate(program.ops):
         if op.target in EMPTY:
             continue
-        for region in (*op.inputs, *op.outputs):
-            start.setdefault(region.buffer, position)
-            end[region.buffer] = position + 1
+        following = position + 1
+        for regions in (op.inputs, op.outputs):
+            for region in regions:
+                start.setdefault(region.buffer, position)
+                end[region.buffer] = following
         for buffer in op.mutates:
             start.setdefault(buffer, position)
-            end[buffer] = position + 1
-    for buffer in (*(r.buffer for r in program.returned), *kept):
-        if buffer in start:
-            end[buffer] = len(program.ops)
+            end[buffer] = following
     internal = (b for b in start if not program.buffers[b].role.borrowed)
-    return {b: Lifetime(start[b], end[b]) for b in internal}
+    found = {b: Lifetime(start[b], end[b]) for b in internal}
+    _known[ident] = weakref.ref(program, lambda gone: _known.pop(ident, None)), found
+    return found

@@ -7,6 +7,7 @@ share of the peak, a gap of a few ops.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -257,11 +258,11 @@ class _Candidates:
 
     def _during(self) -> list[int]:
         """By op: the bytes that are alive while it runs, less those of the values."""
-        levels = list(self._curve)
+        change = [0] * (len(self._curve) + 1)
         for value in self._values.values():
-            for at in range(value.start, value.end):
-                levels[at] -= value.size_bytes
-        return levels
+            change[value.start] -= value.size_bytes
+            change[value.end] += value.size_bytes
+        return [level + less for level, less in zip(self._curve, itertools.accumulate(change[:-1]), strict=True)]
 
     def _before(self) -> list[int]:
         """By op: the bytes that are alive just before it, less those of the values."""

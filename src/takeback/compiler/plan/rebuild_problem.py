@@ -16,6 +16,7 @@ stop; is a unit rebuilt at a stop. After its last stop a value is dropped.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NewType
@@ -135,8 +136,9 @@ class RebuildAnswer:
 
 def kept_bytes(problem: RebuildProblem) -> list[int]:
     """By op: the bytes that are alive while it runs if nothing is rebuilt."""
-    levels = list(problem.during_bytes)
+    change = [0] * (len(problem.during_bytes) + 1)
     for value in problem.values:
-        for at in range(value.start, value.end):
-            levels[at] += value.size_bytes
-    return levels
+        change[value.start] += value.size_bytes
+        change[value.end] -= value.size_bytes
+    carried = itertools.accumulate(change[:-1])
+    return [during + level for during, level in zip(problem.during_bytes, carried, strict=True)]

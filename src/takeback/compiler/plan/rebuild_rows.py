@@ -8,6 +8,7 @@ that a unit of the stop may read stays until the last such unit of the chain, wh
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -61,6 +62,11 @@ class RebuildRows:
         self.rules = tuple(self._rules())
         self.op_rows = self._op_rows()
 
+    @functools.cached_property
+    def highest_rows(self) -> list[Row]:
+        """Of the moments of ops, those that can be the peak: no other is ever higher than all of these."""
+        return outstanding(self.op_rows)
+
     @property
     def unknowns(self) -> int:
         return len(self.carry) + len(self.run)
@@ -88,7 +94,7 @@ class RebuildRows:
     def height(self, ones: frozenset[int]) -> int:
         """The peak of a choice."""
         while_rebuilding = (self.run_row(*run) for run, unknown in self.run.items() if unknown in ones)
-        return max((row.height(ones) for row in (*self.op_rows, *while_rebuilding)), default=0)
+        return max((row.height(ones) for row in (*self.highest_rows, *while_rebuilding)), default=0)
 
     # -- what must hold ---------------------------------------------------------------------------------------
 

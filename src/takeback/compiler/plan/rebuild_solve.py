@@ -16,7 +16,7 @@ import highspy
 import numpy as np
 
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer, Run, kept_bytes
-from takeback.compiler.plan.rebuild_rows import RebuildRows, Row, outstanding
+from takeback.compiler.plan.rebuild_rows import RebuildRows, Row
 
 PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 COST_GAP = 0.004  #: of the step's time
@@ -77,7 +77,7 @@ class RebuildSolver:
             elif rule.that is not None:
                 continue  # holds by itself: a unit of one copy is what another copy waits for
             self._lines.append((line, 1.0 if rule.that is None else 0.0, highspy.kHighsInf))
-        for row in outstanding(rows.op_rows):
+        for row in rows.highest_rows:
             self._add(row)
 
     def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
@@ -191,7 +191,7 @@ class RebuildSolver:
 
     def _add_broken(self, ones: frozenset[int], limit: float) -> bool:
         """Adds the rows of moments of rebuilding that a solution breaks; False if any row is."""
-        fits = all(row.height(ones) <= limit for row in self._rows.op_rows)
+        fits = all(row.height(ones) <= limit for row in self._rows.highest_rows)
         for run, unknown in self._rows.run.items():
             row = self._rows.run_row(*run) if unknown in ones else None
             if row is not None and row.height(ones) > limit:

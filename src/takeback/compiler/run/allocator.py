@@ -8,6 +8,7 @@ block can be freed at any time on any thread; arena bytes stay mapped while a te
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import functools
 import subprocess
@@ -275,10 +276,11 @@ _load_lock = threading.Lock()
 
 @functools.lru_cache
 def _load(cache_dir: Path | None, compiler: str) -> Native | None:
-    built_from = (torch.__version__, str(torch.version.git_version))
     try:
-        cache = open_cache(cache_dir)
-        return load_native(_SOURCE, _flags(), _open, cache=cache, compiler=compiler, built_from=built_from)
+        # What torch's headers include is a third shorter in C++17. Where a torch does without that, it says so at once.
+        with contextlib.suppress(RuntimeError):
+            return _built("c++17", cache_dir, compiler)
+        return _built("c++20", cache_dir, compiler)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         _warn(
             f"the native CPU allocator is not available: {error}. Everything works, but on CPU the memory "
@@ -288,10 +290,16 @@ def _load(cache_dir: Path | None, compiler: str) -> Native | None:
         return None
 
 
-def _flags() -> list[str]:
+def _built(standard: str, cache_dir: Path | None, compiler: str) -> Native:
+    built_from = (torch.__version__, str(torch.version.git_version))
+    cache = open_cache(cache_dir)
+    return load_native(_SOURCE, _flags(standard), _open, cache=cache, compiler=compiler, built_from=built_from)
+
+
+def _flags(standard: str) -> list[str]:
     # torch.compiled_with_cxx11_abi and the include/ and lib/ folders of the wheel: checked on torch 2.13.
     return [
-        *("-O2", "-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden"),
+        *("-O2", f"-std={standard}", "-shared", "-fPIC", "-fvisibility=hidden"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *("-isystem", str(_TORCH / "include")),
         *(f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}", "-lc10", "-ldl"),

@@ -24,12 +24,12 @@ from takeback.compiler.program import Op, Program
 from takeback.compiler.run.rate_table import table_rates
 from takeback.options import open_cache
 
-_VERSION = 6
-_BYTES = 64 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
-_SIDE = 1024
+_VERSION = 7
+_BYTES = 32 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
+_SIDE = 512
 _OPS = 300
-_MATHS_ELEMENTS = 2 << 20  #: an exponential function takes longer than its operand takes from memory
-_TURNS = (4, 8, 12)  #: after so many it is asked whether the halves agree
+_MATHS_ELEMENTS = 1 << 19  #: an exponential function takes longer than its operand takes from memory
+_TURNS = (2, 4, 8, 16, 24)  #: after so many it is asked whether the halves agree
 _SURE = 1.1  #: two halves that differ by less need no more turns
 _STEADY = 1.3  #: two halves of the turns that differ by more than this factor were measured on a busy machine
 
@@ -128,8 +128,8 @@ def _general(device: str) -> dict[str, Experiment]:
     small = torch.ones(64, device=device)
     gelu = torch._C._nn.gelu  # the public one takes no out=; checked on 2.11 and 2.13
     attend = torch.nn.functional.scaled_dot_product_attention
-    q = noise(16, 12, 1024, 64) if big else noise(4, 6, 256, 64)
-    image = noise(128 if big else 4, 128, 28, 28)
+    q = noise(16, 12, 1024, 64) if big else noise(2, 4, 256, 64)
+    image = noise(128 if big else 1, 128, 28, 28)
     wide, narrow = noise(128, 128, 3, 3), noise(256, 128, 1, 1)
 
     def ops() -> None:

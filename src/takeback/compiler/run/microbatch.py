@@ -23,16 +23,14 @@ from takeback.compiler.run.proof import differing, keep
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.replayed_step import Results, given_results
 from takeback.compiler.run.transaction import Transaction
-from takeback.compiler.run.verify import BesideEager, Run, advice, prove_recording, saved
+from takeback.compiler.run.verify import BesideEager, Run, advice, saved
 from takeback.errors import CaptureError, VerifyError
-from takeback.progress import Doing
 
 
 def record_microbatch(
     recorded: RecordedStep, batch: Batch, micro: Microbatch, then: Callable[[Capture, Plan | None], None]
 ) -> Results:
     """What eager gave. `then` makes the plan before anything is added: if it raises, the call is taken back."""
-    recipe = recorded.recipe
     with Transaction() as step:
         step.on_abort(micro.abandon_)
         step.at_end(disarm_)
@@ -41,11 +39,7 @@ def record_microbatch(
         step.compute()
         got = recorded.capture(batch, step.on_abort)
         sibling = recorded.sibling_of(got)
-        if recorded.is_new(got, sibling):
-            recorded.work.begin(Doing.PROVING)
-            with _accumulated_once(micro.parameters):
-                prove_recording(recipe, batch, got, recorded.measure, scaling=recorded.scaling)
-            recorded.work.begin(None)
+        got = recorded.proved(got, sibling, batch, _accumulated_once(micro.parameters))
         step.commit()
         then(got, sibling)
         found = {i: p.grad for i, p in enumerate(micro.parameters) if p.grad is not None}

@@ -7,16 +7,11 @@ that a replay showed, and the offsets. Whatever is not as it must be counts as a
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from takeback.cache import Cache
 from takeback.compiler.capture.finish import Finished
@@ -24,17 +19,13 @@ from takeback.compiler.layout import Layout
 from takeback.compiler.passes.draft import Choice, Home, Rebuild
 from takeback.compiler.plan import ItemId, PlacingOrder, Solution
 from takeback.compiler.planning import Earlier
-from takeback.compiler.program import Argument, BufferId, HyperScalar, Number, Op, Program, Region, Scratch
+from takeback.compiler.program import BufferId, Op, Program, Scratch
+from takeback.compiler.run.program_key import key_of_program
 from takeback.options import Options
 
 FEWEST_OPS = 100
 """Less is planned anew before a file is written."""
 _KIND = "plan"
-_PLAIN = (bool, int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-class _NoKey(Exception):
-    """An argument of an op has no text of its own that another process would give it, too."""
 
 
 def key_of(finished: Finished, options: Options, seconds: Callable[[Op], float], home: Home) -> str | None:
@@ -42,67 +33,9 @@ def key_of(finished: Finished, options: Options, seconds: Callable[[Op], float],
     program = finished.program
     if len(program.ops) < FEWEST_OPS:
         return None
-    digest = hashlib.sha256()
-    try:
-        for part in (*_settings(options, home), *_text(program, finished.kept)):
-            digest.update(part.encode() + b"\0")
-    except _NoKey:
-        return None
-    digest.update(np.array([seconds(op) for op in program.ops]).tobytes())
-    return digest.hexdigest()
-
-
-def _settings(options: Options, home: Home) -> Iterator[str]:
-    yield from (options.memory, options.update, repr(options.keep_grads), repr(options.solve_s), home.name)
-    # Which scratch a kernel takes depends on these.
-    yield from (torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()))
-    if torch.cuda.is_initialized():
-        yield torch.cuda.get_device_name()
-    yield from (str(torch.__version__), np.__version__, importlib.metadata.version("highspy"), _source())
-
-
-@functools.cache
-def _source() -> str:
-    """Of all that decides: a change of takeback's own code is another version, released or not."""
-    here = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for file in sorted([*here.glob("*.py"), *here.glob("p*/*.py"), *here.glob("ownership/*.py"), Path(__file__)]):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _text(program: Program, kept: frozenset[BufferId]) -> Iterator[str]:
-    regions: dict[int, tuple[Region, str]] = {}  # by id, with what has it
-
-    def show(arg: Argument) -> str:
-        if isinstance(arg, Region):
-            if id(arg) not in regions:
-                regions[id(arg)] = (arg, f"%{arg.buffer}:{arg.dtype}{arg.shape}{arg.stride}{arg.offset}")
-            return regions[id(arg)][1]
-        if isinstance(arg, tuple | list):
-            return f"({','.join(map(show, arg))})"
-        if isinstance(arg, HyperScalar):
-            return f"S{arg.index}"
-        if isinstance(arg, Number):
-            return "number"
-        if isinstance(arg, float):
-            return arg.hex()
-        if isinstance(arg, torch.Generator):
-            return "generator"
-        if isinstance(arg, _PLAIN):
-            return repr(arg)
-        raise _NoKey
-
-    yield program.device_type
-    for op in program.ops:
-        scratch = [(s.size_bytes, s.start, s.end, s.result) for s in op.scratch]
-        named = ",".join(f"{name}={show(value)}" for name, value in op.kwargs.items())
-        facts = (op.mutates, op.phase.name, op.grad_mode, op.expected is None, scratch)
-        yield f"{op.target}{show(op.args)}{named}{show(op.results)}{facts}"
-    for b in program.buffers.values():
-        yield f"{b.id} {b.size_bytes} {b.role.name} {b.device}"
-    yield from (f"{name} {show(region)}" for name, region in program.named_regions())
-    yield repr((sorted(program.leaves.items()), sorted(program.eager_death.items()), sorted(kept)))
+    settings = (options.memory, options.update, repr(options.keep_grads), repr(options.solve_s), home.name)
+    costs = np.array([seconds(op) for op in program.ops]).tobytes()
+    return key_of_program(program, kept=finished.kept, more=(*settings, costs))
 
 
 def keep_(cache: Cache, key: str, unrehearsed: Program, layout: Layout) -> None:

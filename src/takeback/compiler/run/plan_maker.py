@@ -22,6 +22,7 @@ from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
+from takeback.compiler.collector import collector_paused
 from takeback.compiler.layout import Layout, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
@@ -35,13 +36,13 @@ from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
-from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
+from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.spent import Spent, watcher_for
@@ -117,6 +118,7 @@ class PlanMaker:
             leave=self.native.off if self.native is not None else None,
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
+            proofs=ProvedRecordings(open_cache() if keeps_plans() else None),
             numbers=numbers,
             kin=kin,
             work=self.work,

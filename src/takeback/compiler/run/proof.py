@@ -177,8 +177,8 @@ class Thinning:
         return False
 
     def samples(self, replays: int) -> bool:
-        """`replays`: of the plan, this one included."""
-        return replays in (2, 10, 100) or replays % 1000 == 0
+        """`replays`: of the plan, this one included. Its first one was compared as a whole."""
+        return replays in (3, 10, 100) or replays % 1000 == 0
 
 
 Schedule = Once | Every | Thinning

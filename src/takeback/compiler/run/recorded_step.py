@@ -4,8 +4,9 @@ the user's objects change, then a plan is made of the recording. All of it is on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.leaks import disarm_
@@ -17,12 +18,18 @@ from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
+from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
 from takeback.errors import CaptureError, PlanError
 from takeback.progress import Doing, Work
+
+_PROVED_EARLIER = (
+    "that the recording is eager's step was shown by an earlier process, for the same ops on this machine; the plan's "
+    "first replay is compared with eager in this one"
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class RecordedStep:
     in_one_piece: bool  #: a bucket of gradients is one flat tensor, as in the plan's arena
     revocable: bool
 
+    proofs: ProvedRecordings = field(default_factory=lambda: ProvedRecordings(None))
     numbers: Sequence[NumberPlace] = ()  #: to be traced
     kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
@@ -60,10 +68,7 @@ class RecordedStep:
             step.compute()
             got = self.capture(batch, step.on_abort)
             sibling = self.sibling_of(got)
-            if group is not None or self.is_new(got, sibling):  # a group wants gradients as they are before clipping
-                self.work.begin(Doing.PROVING)
-                prove_recording(recipe, batch, got, self.measure, scaling=scaling, unclipped=group is not None)
-                self.work.begin(None)
+            got = self.proved(got, sibling, batch)
             norm = got.grad_norm
             if group is not None:
                 group.average_grads_(in_one_piece=self.in_one_piece)
@@ -98,10 +103,30 @@ class RecordedStep:
         """The plan for other shapes that calls the same ops."""
         return next((plan for plan in self.kin if are_siblings(plan.recorded, got.program)), None)
 
-    def is_new(self, got: Capture, sibling: Plan | None) -> bool:
-        """Whether it is still to be shown that these ops give the same bits each time, and while they are recorded. On
-        a GPU a kernel may use atomics for some sizes only."""
-        return sibling is None or got.program.device_type != "cpu"
+    def proved(
+        self,
+        got: Capture,
+        sibling: Plan | None,
+        batch: Batch,
+        watched: contextlib.AbstractContextManager[None] | None = None,
+    ) -> Capture:
+        """The recording, once it is shown that its ops give the same bits each time, and while they are recorded: now,
+        `watched` by somebody, by its sibling, or by an earlier process. On a GPU a kernel may use atomics for some
+        sizes only."""
+        grouped = self.group is not None and self.subject.updates  # it wants gradients as they are before clipping
+        if sibling is not None and got.program.device_type == "cpu" and not grouped:
+            return got
+        self.work.begin(Doing.PROVING)
+        more = map(repr, (self.recipe.clip_norm, self.scaling is not None, self.subject.accumulate, watched is None))
+        key = self.proofs.key_of(got.program, *more) if not grouped else None
+        if key in self.proofs:
+            got = replace(got, notes=(*got.notes, _PROVED_EARLIER))
+        else:
+            with watched or contextlib.nullcontext():
+                prove_recording(self.recipe, batch, got, self.measure, scaling=self.scaling, unclipped=grouped)
+            self.proofs.add_(key)
+        self.work.begin(None)
+        return got
 
     def _snapshot(self) -> Snapshot:
         held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()

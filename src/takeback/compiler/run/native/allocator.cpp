@@ -23,7 +23,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -147,7 +146,8 @@ std::atomic<std::int64_t> worker_new{0};
 std::atomic<std::int64_t> worker_passed{0};
 
 int size_class(std::size_t n) {
-  return std::max(static_cast<int>(std::bit_width(n - 1)), kSmallestClass) - kSmallestClass;
+  const int width = n > 1 ? 64 - __builtin_clzll(n - 1) : 0;
+  return std::max(width, kSmallestClass) - kSmallestClass;
 }
 
 void push_shared(int c, FreeBlock* block) {
