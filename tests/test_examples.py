@@ -82,6 +82,19 @@ def test_accelerate_loop_makes_as_many_updates_as_it_says(
     assert "of eager's" in printed
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lora_trains_adapters_on_a_base_that_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(package)
+    run("finetune_lora.py", monkeypatch, "--steps", "2", "--length", "16", "--width", "16", "--letters", "3")
+    printed = capsys.readouterr().out
+    assert "base: peak above resident" in printed
+    assert "adapters: peak above resident" in printed
+    assert "    def __init__(self" in printed
+
+
 def test_every_example_is_tested() -> None:
     tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
     assert {p.name for p in EXAMPLES.glob("*.py")} == tested

@@ -27,7 +27,8 @@ from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
 from takeback.compiler.explain.plans import account_of
-from takeback.compiler.explain.report import Report, build_report
+from takeback.compiler.explain.report import Report, build_report, title_of
+from takeback.compiler.explain.what_if import advised
 from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.codegen import HeldValueChanged
@@ -292,7 +293,7 @@ class CompiledStep:
             why = self.counts.describe() or "run the step once"
             raise CaptureError(f"there is no plan to report on yet: {why}.")
         plans = (plan, *(p for p in self._plans if p is not plan))
-        return build_report(
+        report = build_report(
             plan.executor.layout,
             plan.original,
             self._execution(plan),
@@ -306,7 +307,9 @@ class CompiledStep:
             state_bytes=self._state_bytes(plan),
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,
+            title=title_of(self._model, plan.made_for, self.options, self._maker.device),
         )
+        return advised(report, plan, self._maker, self._execution(plan))
 
     def _execution(self, plan: Plan) -> Execution:
         return plan.executor.describe(

@@ -37,6 +37,34 @@ def problem_of(fault: PlantedFault) -> str | None:
 
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
+        "integrations: the loss of a microbatch is not divided by their number",
+        "integrations/transformers/stepping.py",
+        "return loss if scaled else loss / self._parts",
+        "return loss",
+        ("tests/integrations/test_trainer.py::test_two_epochs_have_trainers_bits[divided by the trainer]",),
+    ),
+    PlantedFault(
+        "integrations: compute_loss takes the labels out of the batch itself",
+        "integrations/transformers/stepping.py",
+        "mine = copy.copy(inputs)",
+        "mine = inputs",
+        ("tests/integrations/test_trainer_loop.py::test_what_changes_in_the_trainer_between_steps_is_heard",),
+    ),
+    PlantedFault(
+        "integrations: callbacks that look at gradients come after the update",
+        "integrations/transformers/stepping.py",
+        'cause = "keep_grads=True" if asked else next(self._lookers(), None)',
+        'cause = "keep_grads=True" if asked else None',
+        ("tests/integrations/test_trainer_loop.py::test_callbacks_find_gradients_where_trainer_has_them[1]",),
+    ),
+    PlantedFault(
+        "capture: what a trainer of takeback's own reads of itself is not assumed",
+        "compiler/capture/ran.py",
+        'OPEN = ("takeback.zoo", "takeback.integrations")',
+        'OPEN = ("takeback.zoo",)',
+        ("tests/integrations/test_trainer_loop.py::test_what_changes_in_the_trainer_between_steps_is_heard",),
+    ),
+    PlantedFault(
         "run: gradients that begin to wait are zeros, which turn -0.0 into 0.0",
         "compiler/run/pending.py",
         "return made.fill_(-0.0)",
@@ -327,8 +355,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "ownership: what is returned dies with its last reader",
         "compiler/ownership/lifetimes.py",
-        "end[buffer] = len(program.ops)",
-        "end[buffer] = max(end[buffer], 0)",
+        "Lifetime(found[buffer].start, len(program.ops))",
+        "Lifetime(found[buffer].start, found[buffer].end)",
         ("tests/test_tiny.py::test_compiled_step_trains_like_eager_with_one_allocation",),
     ),
     PlantedFault(

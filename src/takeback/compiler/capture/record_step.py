@@ -225,6 +225,7 @@ def _attempt(
             held=_Attributes(subject.model).tensors,
             own=own,
             onlooker=onlooker,
+            modules={id(module): path for path, module in subject.model.named_modules()},
         )
         on_abort(recorder.rewind_)
         try:
