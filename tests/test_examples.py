@@ -57,6 +57,31 @@ def test_gpt_with_context_trains_beside_the_plain_one(
     assert "strength" in printed
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of small machines
+def test_lightning_classifier_trains_and_validates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pytorch_lightning")
+    run("lightning_classifier.py", monkeypatch)
+    printed = capsys.readouterr().out
+    assert "accuracy after 4 steps: 0." in printed
+    assert "of eager's" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_loop_makes_as_many_updates_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    run("accelerate_loop.py", monkeypatch, "--accumulate", "2")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    printed = capsys.readouterr().out
+    assert "update    4  mean loss" in printed
+    assert "update    5" not in printed
+    assert "of eager's" in printed
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_lora_trains_adapters_on_a_base_that_stays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -25,6 +25,7 @@ from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.uncompiled import check_not_compiled
 from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report, title_of
 from takeback.compiler.explain.what_if import advised
@@ -177,8 +178,8 @@ class CompiledStep:
         """One step: what loss_fn returns for this batch. `update=False`: its gradients are added to those that wait for
         the update, in `.grad`; the next call without it adds its own, divides all by `divide`, a number or a tensor
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
-        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         before, start = (self._plans.made, self._replays), time.perf_counter()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
@@ -189,8 +190,8 @@ class CompiledStep:
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
         """The update alone, by the gradients that calls with `update=False` have left: for a loop that learns only then
         that there is no further microbatch."""
-        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         try:
             self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
         finally:
@@ -204,6 +205,7 @@ class CompiledStep:
         return plans.made > made or first
 
     def _check_mode(self) -> None:
+        check_not_compiled()
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
 

@@ -1,4 +1,5 @@
-"""The pages in a real browser: nothing is cut off at 390 pixels, the search finds, the keyboard walks, no error is logged.
+"""The pages in a real browser: nothing is cut off at 390 pixels, the search finds, the keyboard walks, no error is
+logged.
 
 A script that is added to the page does what a reader would, and writes what it sees into the page; Chromium prints that
 page. Where there is no Chromium, nothing is tested.

@@ -869,4 +869,32 @@ FAULTS: tuple[PlantedFault, ...] = (
         "fate = Fate.PLACED\n",
         ("tests/explain/test_explain_text.py::test_value_is_called_overwritten_where_its_plan_overwrites",),
     ),
+    PlantedFault(
+        "integrations: Lightning's accumulation sums losses that it should divide",
+        "integrations/lightning.py",
+        "return (loss / divide if divide != 1 else loss), (output, told)",
+        "return loss, (output, told)",
+        ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[accumulated-and-clipped]",),
+    ),
+    PlantedFault(
+        "integrations: what a Lightning step logs is told once, when it is recorded",
+        "integrations/lightning.py",
+        "            tell_(told)\n",
+        "            if step._replays == 0:\n                tell_(told)\n",
+        ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[plain]",),
+    ),
+    PlantedFault(
+        "integrations: Accelerate's schedulers do not hear of skipped updates",
+        "integrations/accelerate.py",
+        "self._optimizer._is_overflow = scaler.get_scale() < before",
+        "self._optimizer._is_overflow = False",
+        ("tests/integrations/test_accelerate.py::test_the_scaler_skips_updates_and_schedulers_as_in_stock[1]",),
+    ),
+    PlantedFault(
+        "capture: a number in aux is for ever the one of its recording",
+        "compiler/capture/record_step.py",
+        "lambda number: AuxNumber(0, number.read))",
+        "lambda number: number.read())",
+        ("tests/step/test_numbers.py::test_number_in_aux_is_what_it_is_in_each_step",),
+    ),
 )

@@ -78,5 +78,5 @@ def _sum(parts: list[PeakPart]) -> int:
 def _place(entry: Entry) -> str:
     """`layers.*.mlp.up_proj` for all copies of a layer alike; a line of the user's outside of submodules."""
     if entry.module:
-        return clean(re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.module))
+        return entry.module if entry.module.isdecimal() else clean(re.sub(r"(?<![^.])\d+(?![^.])", "*", entry.module))
     return short_line(entry.line)
