@@ -1,4 +1,4 @@
-"""The package as it is installed: what importing it costs, its version, its files, and the wheel that is built of it."""
+"""The package as it is installed: what importing it brings, its version, its files, and the wheel built of it."""
 
 from __future__ import annotations
 

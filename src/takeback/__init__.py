@@ -1,7 +1,7 @@
 """takeback compiles a PyTorch training step so that every buffer has one owner.
 
-Everything public is a name of this package. To import it imports nothing else, torch neither: each name brings its module
-when it is first asked for.
+Everything public is a name of this package. To import it imports nothing else, not even torch: each name brings its
+module when it is first asked for.
 """
 
 import importlib
