@@ -47,9 +47,9 @@ bench: $(STAMP)
 # The documentation site, strictly: a broken link or a page outside the navigation is an error. It needs no torch, so it
 # has an environment of its own, and does not make CI wait for its tools. tests/test_site.py checks the same without them.
 DOCS := .venv-docs
+docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(DOCS)/.installed
-	$(DOCS)/bin/mkdocs build --strict --quiet
-	@echo "build/site/index.html"
+	$(DOCS)/bin/mkdocs build --strict
 
 $(DOCS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(DOCS)

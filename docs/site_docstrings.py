@@ -14,24 +14,27 @@ except ImportError:  # the tests run as_markdown without the tools of the site
     Extension = object
 
 ROW = re.compile(r"^(\w+(?:, \w+)*|`[^`]+`) {2,}(\S.*)$")
+SURE = re.compile(r"^\w+ {3,}\S")
+"""A row that needs no second one beside it."""
 
 
 def as_markdown(text: str) -> str:
-    """Two rows or more, each a name, at least two spaces and text that may go on in lines below, indented."""
+    """A row is a name, at least two spaces (three, if it is the only one) and text that may go on in lines below,
+    indented."""
     out: list[str] = []
     rows: list[list[str]] = []
 
     def end() -> None:
-        if len(rows) == 1:
-            out.append(f"**{rows[0][0]}**: {rows[0][1]}")
-        elif rows:
+        if rows:
             cells = (f"| `{name.strip('`')}` | {' '.join(words.split())} |".replace("||", "|") for name, words in rows)
             out.extend(["", "| | |", "|---|---|", *cells, ""])
         rows.clear()
 
-    for line in text.splitlines():
+    lines = text.splitlines()
+    table = sum(ROW.match(line) is not None for line in lines) > 1
+    for line in lines:
         match = ROW.match(line)
-        if match:
+        if match and (table or SURE.match(line)):
             rows.append([match[1], match[2]])
         elif rows and line.startswith("  ") and line.strip():
             rows[-1][1] += " " + line.strip()
