@@ -52,7 +52,7 @@ runpy.run_module("takeback", run_name="__main__")
 def test_a_fresh_process_has_the_compiler_without_frameworks_and_the_command_by_python_m(tmp_path: Path) -> None:
     """One process for three claims: to import torch takes seconds. Functions named as their modules stay functions,
     whoever imports those."""
-    others = {"rich", "typer", "transformers", "accelerate", "pytorch_lightning", "lightning", "triton", "peft"}
+    others = {"highspy", "rich", "typer", "transformers", "accelerate", "pytorch_lightning", "lightning", "peft"}
     printed = run(FRESH.format(others=others), TAKEBACK_CACHE=str(tmp_path))
     assert printed.splitlines() == ["[]", "True True", f"takeback {tb.__version__}"]
     assert list(tmp_path.iterdir()) == []  # nothing was compiled

@@ -47,9 +47,9 @@ class FakeWorld:
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(
-                f"the step reads a tensor's value into Python ({error.func}){_line_of(trace)}, which a prediction cannot "
-                f"know. To look at it (a log, a history), return the tensor as aux instead. If the step needs it, compile "
-                f"and run it: compile_step holds such values with guards."
+                f"the step reads a tensor's value into Python ({error.func}){_line_of(trace)}, which a prediction "
+                f"cannot know. To look at it (a log, a history), return the tensor as aux instead. If the step "
+                f"needs it, compile and run it: compile_step holds such values with guards."
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise CaptureError(
