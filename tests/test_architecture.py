@@ -20,7 +20,7 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 # A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself,
 # which exports the compiler: to import it from a part is to import everything.
 STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan", "layout", "planning", "run", "explain")
-TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "__init__")
+TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
 GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
@@ -50,6 +50,7 @@ IMPORTS_ONLY: dict[str, frozenset[str]] = {
     "cache": frozenset({"options", "errors"}),
 }
 
+FRAMEWORKS = frozenset({"transformers", "accelerate", "peft", "lightning", "pytorch_lightning"})
 MAY_USE_PRIVATE_TORCH = ("program", "schema", "capture", "run", "backend")
 # What eager code must ask of torch, and torch has no public name for.
 PRIVATE_TORCH_FILES = ("engine.py", "guard/engine.py", "workspace/internals.py")
@@ -116,6 +117,15 @@ def check_direction(path: str, source: str) -> list[str]:
         if not allowed and imported != part:
             violations.append(f"{path}:{line} {part} must not import {imported}")
     return violations
+
+
+def check_frameworks(path: str, source: str) -> list[str]:
+    """Frameworks are imported by integrations/ alone, and that by nobody: `import takeback` needs none of them."""
+    if part_of(path) == "integrations":
+        return []
+    found = [(line, name.split(".")[0]) for line, name in imports(path, source) if name.split(".")[0] in FRAMEWORKS]
+    found += [(line, part) for line, part in imported_parts(path, source) if part == "integrations"]
+    return [f"{path}:{line} must not import {name}" for line, name in found]
 
 
 def check_plan_without_torch(path: str, source: str) -> list[str]:
@@ -227,6 +237,7 @@ def _attributes(source: str, package: str) -> Iterator[tuple[int, str]]:
 RULES = [
     check_docstring,
     check_direction,
+    check_frameworks,
     check_plan_without_torch,
     check_private_torch,
     check_private_attributes,
@@ -292,6 +303,9 @@ def test_file_keeps_every_rule(path: str) -> None:
         (check_direction, "native.py", "from takeback.compiler.run import allocator", "native must not import run"),
         (check_direction, "optim/flat.py", "from takeback import GradBuffer", "optim must not import __init__"),
         (check_direction, "zoo/gpt.py", "from takeback.errors import y", "zoo must not import errors"),
+        (check_frameworks, "cli.py", "def f():\n    from transformers import Trainer", "cli.py:2 .* transformers"),
+        (check_frameworks, "demo.py", "import takeback.integrations.transformers", "must not import integrations"),
+        (check_direction, "nn/x.py", "from takeback.integrations import y", "nn must not import integrations"),
         (check_plan_without_torch, "compiler/plan/x.py", "import torch", "plan must not import torch"),
         (check_plan_without_torch, "compiler/plan/x.py", "def f():\n    from torch.nn import y", ":2 plan must not"),
         (check_private_torch, "compiler/passes/x.py", "from torch._inductor import config", "API torch._inductor$"),

@@ -77,8 +77,22 @@ def test_version() -> None:
 def test_explain_shows_a_model_of_the_zoo(target: str) -> None:
     result = run("explain", target)
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[1].startswith("peak")
-    assert max(map(len, result.stdout.splitlines())) <= 80
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("MLP, batch ")
+    assert lines[3].startswith("peak")
+    titles = [line.split("-- ")[1].split(" --")[0] for line in lines if line.startswith("-- ")]
+    assert titles[:2] == ["What makes the peak", "What you can do"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_explain_fails_over_a_peak_and_only_over_it() -> None:
+    result = run("explain", "mlp", "--steps", "1", "--no-tips", "--fail-over", "10KiB")
+    assert result.exit_code == 1
+    assert re.search(r"the peak is [\d.]+ MiB, above --fail-over 10KiB", result.stderr)
+    assert "What makes the peak" in result.stdout, "the report is shown all the same"
+    assert run("explain", "mlp", "--steps", "1", "--no-tips", "--fail-over", "1GiB").exit_code == 0
+    assert run("explain", "mlp", "--fail-over", "much").exit_code == 1
+    assert run("explain", "mlp", "--frontier", "--fail-over", "1GiB").exit_code == 2
 
 
 def test_explain_writes_page_and_data(tmp_path: Path) -> None:
@@ -189,9 +203,9 @@ def test_frontier_and_memory_exclude_each_other() -> None:
 def test_explain_takes_a_memory() -> None:
     peaks = {}
     for memory in ("keep", "min", "5MiB"):
-        result = run("explain", "gpt", "--memory", memory, "--steps", "1")
+        result = run("explain", "gpt", "--memory", memory, "--steps", "1", "--no-tips")
         assert result.exit_code == 0, result.output
-        peaks[memory] = float(result.stdout.splitlines()[1].split()[1])
+        peaks[memory] = float(re.findall(r"^peak +([\d.]+) MiB", result.stdout, re.MULTILINE)[0])
     assert peaks["min"] < peaks["5MiB"] <= 5.0 < peaks["keep"]
 
 
@@ -290,7 +304,16 @@ def test_fit_of_a_function_without_the_batch_size_exits_2(user_file: Path) -> No
 def test_fit_finds_a_batch(user_file: Path) -> None:
     result = run("fit", f"{user_file}:make", "--memory", "64KiB")
     assert result.exit_code == 0, result.output
-    assert "a batch of " in result.stdout
+    rows = dict(line.split(maxsplit=1)[::-1] for line in result.stdout.splitlines()[1:])
+    assert list(rows) == ["in eager", 'with memory="auto"', 'with memory="min"']
+    assert 0 < int(rows["in eager"]) <= int(rows['with memory="min"'])
+
+
+def test_fit_for_one_memory_mode_says_which(user_file: Path) -> None:
+    result = run("fit", f"{user_file}:make", "--memory", "64KiB", "--memory-mode", "keep")
+    assert result.exit_code == 0, result.output
+    assert [line.split(maxsplit=1)[1] for line in result.stdout.splitlines()[1:]] == ["in eager", 'with memory="keep"']
+    assert run("fit", f"{user_file}:make", "--memory", "64KiB", "--memory-mode", "some").exit_code == 2
 
 
 def test_fit_refuses_a_memory_it_cannot_read() -> None:

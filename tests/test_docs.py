@@ -13,6 +13,7 @@ import functools
 import io
 import re
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,8 @@ def test_examples_with_other_libraries_run(page: Path, monkeypatch: pytest.Monke
         port = str(free.getsockname()[1])
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)  # it is one for a process, and pages have different ones
     run_page(page.read_text(), str(page), (PYTHON, SLOW_PYTHON))
 
 

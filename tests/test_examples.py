@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -56,5 +57,44 @@ def test_gpt_with_context_trains_beside_the_plain_one(
     assert "strength" in printed
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's, of small machines
+def test_lightning_classifier_trains_and_validates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("pytorch_lightning")
+    run("lightning_classifier.py", monkeypatch)
+    printed = capsys.readouterr().out
+    assert "accuracy after 4 steps: 0." in printed
+    assert "of eager's" in printed
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_accelerate_loop_makes_as_many_updates_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    run("accelerate_loop.py", monkeypatch, "--accumulate", "2")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    printed = capsys.readouterr().out
+    assert "update    4  mean loss" in printed
+    assert "update    5" not in printed
+    assert "of eager's" in printed
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_lora_trains_adapters_on_a_base_that_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(package)
+    run("finetune_lora.py", monkeypatch, "--steps", "2", "--length", "16", "--width", "16", "--letters", "3")
+    printed = capsys.readouterr().out
+    assert "base: peak above resident" in printed
+    assert "adapters: peak above resident" in printed
+    assert "    def __init__(self" in printed
+
+
 def test_every_example_is_tested() -> None:
-    assert sorted(p.name for p in EXAMPLES.glob("*.py")) == ["train_dit.py", "train_gpt_context.py", "train_ssm.py"]
+    tested = set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+    assert {p.name for p in EXAMPLES.glob("*.py")} == tested

@@ -122,7 +122,7 @@ def test_largest_batch_is_the_last_one_that_fits(memory: str) -> None:
 
 
 def test_model_that_does_not_fit_at_all_is_an_error_with_both_sizes() -> None:
-    with pytest.raises(OptionError, match=r"a batch of 1 peaks at [\d,]+ bytes, more than 1,024"):
+    with pytest.raises(OptionError, match=r"a batch of 1 peaks at [\d,]+ bytes \(auto\), more than 1,024"):
         tb.largest_batch(_make, memory="1KiB")
 
 

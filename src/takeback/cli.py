@@ -11,6 +11,7 @@ import runpy
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -27,11 +28,13 @@ import takeback
 from takeback import comparison
 from takeback import demo as demos
 from takeback.compiler.explain.frontier import Frontier
+from takeback.compiler.explain.memory_viz import write_snapshot
 from takeback.compiler.explain.passes import passes_text
 from takeback.compiler.explain.report import Report
-from takeback.errors import OverwriteError, TakebackError
+from takeback.compiler.explain.text import show_bytes
+from takeback.errors import OptionError, OverwriteError, TakebackError
 from takeback.guard import Guard
-from takeback.options import Options
+from takeback.options import Options, parse_bytes
 from takeback.predict import frontier as find_frontier
 from takeback.predict import passes as find_passes
 from takeback.targets import BadArgument, device_named, load_case, load_maker, load_subjects, parts_of_case
@@ -137,6 +140,17 @@ def explain(
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run first.")] = 3,
     memory: MemoryOption = None,
+    fail_over: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Exit with 1 if the peak is above this, such as 12GiB: a check for CI."),
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option(help="Write the plan's memory over the step to this file, for pytorch.org/memory_viz."),
+    ] = None,
+    tips: Annotated[
+        bool, typer.Option("--tips/--no-tips", metavar=FLAG, help="What you can do, which takes as long as planning.")
+    ] = True,
     frontier: Annotated[
         bool,
         typer.Option(
@@ -156,9 +170,14 @@ def explain(
         float, typer.Option(help="A last guard on the choice of what to rebuild, in seconds.")
     ] = SOLVE_S,
 ) -> None:
-    """Run a few steps of TARGET and show what lives where, what is copied and why."""
+    """Run a few steps of TARGET, and show its peak, what makes it, and what can be done about it.
+
+    TARGET is code of yours, and it is run."""
     with _CleanErrors():
-        _check_writable(html, json)
+        _check_writable(html, json, snapshot)
+        limit = parse_bytes(fail_over) if fail_over is not None else None
+        if (frontier or passes) and (limit is not None or snapshot is not None):
+            raise BadArgument("--fail-over and --snapshot are about a plan; leave --frontier and --passes out")
         if frontier and memory is not None:
             raise BadArgument("--frontier shows every --memory side by side; leave one of the two out")
         if passes and (frontier or html or json):
@@ -176,13 +195,17 @@ def explain(
                     subject.model, subject.loss_fn, subject.optimizer, *subject.batch, solve_s=solve_s, progress=tell
                 )
         else:
-            made = _report(target, steps, AUTO if memory is None else memory, solve_s)
+            made = _report(target, steps, AUTO if memory is None else memory, solve_s, tips=tips)
     typer.echo(str(made))
+    if snapshot is not None and isinstance(made, Report):
+        typer.echo(f"\nsnapshot: {write_snapshot(made, snapshot)}, for https://pytorch.org/memory_viz")
     if html is not None:
         typer.echo(f"\npage: {made.to_html(html)}")
     if json is not None:
         json.write_text(made.to_json(), encoding="utf-8")
         typer.echo(f"\ndata: {json}")
+    if limit is not None and isinstance(made, Report) and made.peak_bytes > limit:
+        _fail(f"the peak is {show_bytes(made.peak_bytes)}, above --fail-over {fail_over}", code=1)
 
 
 def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> None:
@@ -207,26 +230,57 @@ def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> No
             typer.echo(line)
 
 
-def _report(target: str, steps: int, memory: str, solve_s: float) -> Report:
+def _report(target: str, steps: int, memory: str, solve_s: float, *, tips: bool) -> Report:
     subject = load_case(target)
     with _telling(f"recording {target}, and choosing what to rebuild") as tell:
         step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer, memory=memory, solve_s=solve_s)
         for i in range(steps):
             step(*subject.batch)
             tell(f"{target}: step {i + 1} of {steps}")
-    return step.report()
+        report = step.report()
+        if not tips:
+            return replace(report, advisor=None)
+        tell(f"{target}: planning other settings")
+        assert report.advice is not None  # found here, while the terminal says so
+    return report
 
 
 @app.command(cls=_Command)
 def fit(
     target: MakerArgument,
     memory: Annotated[str, typer.Option(help="How much memory a step may take, such as 24GiB.")],
+    memory_mode: Annotated[
+        str | None,
+        typer.Option(metavar="MEMORY", help="Only for this memory= of compile_step: auto, min, keep."),
+    ] = None,
 ) -> None:
-    """Find the largest batch of TARGET that fits; a function of yours is called as function(n), n the batch size."""
-    with _CleanErrors():
+    """Find the largest batch of TARGET that fits, in eager and compiled.
+
+    A function of yours is called as function(n), n the batch size; the steps themselves are not run."""
+    modes = ("auto", "min") if memory_mode is None else (memory_mode,)
+    with _CleanErrors(), _telling(f"loading {target}") as tell:
+        if memory_mode is not None and memory_mode not in ("auto", "min", "keep"):
+            raise BadArgument(f"--memory-mode is auto, min or keep, got {memory_mode!r}")
         make = load_maker(target)
-        largest = takeback.largest_batch(lambda n: parts_of_case(make(n)), memory=memory)
-    typer.echo(f"{target}: a batch of {largest} fits {memory}")
+        found: dict[str, int] = {}
+        why: TakebackError | None = None
+        for mode in ("eager", *modes):
+
+            def told(n: int, peak_bytes: int, mode: str = mode) -> None:
+                tell(f"{mode}: a batch of {n} peaks at {show_bytes(peak_bytes)}")
+
+            try:
+                found[mode] = takeback.largest_batch(
+                    lambda n: parts_of_case(make(n)), memory=memory, memory_mode=mode, progress=told
+                )
+            except OptionError as error:  # not even one row fits
+                found[mode], why = 0, error
+        if why is not None and not any(found.values()):
+            raise why
+    typer.echo(f"{target}: the largest batch that fits {memory}")
+    for mode, batch in found.items():
+        named = "in eager" if mode == "eager" else f'with memory="{mode}"'
+        typer.echo(f"  {batch:>8}  {named}")
 
 
 @app.command(cls=_Command)

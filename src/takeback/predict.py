@@ -15,21 +15,21 @@ import torch
 from torch.optim import Optimizer
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import map_tensors, tensors_of
+from takeback.compiler.capture.batch import batch_in_words, map_tensors, tensors_of
 from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.finish import Finished, OwnStep, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import capture
-from takeback.compiler.explain.frontier import Frontier, build_frontier
+from takeback.compiler.explain.advisor import AdvisedStep
+from takeback.compiler.explain.frontier import Frontier, find_frontier
 from takeback.compiler.explain.passes import PassRecord
-from takeback.compiler.explain.report import Report, build_report
-from takeback.compiler.ownership.eager_peak import eager_peak
-from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
+from takeback.compiler.explain.report import Report, build_report, title_of
+from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.passes.pipeline import PIPELINE, search_of
-from takeback.compiler.planning import AUTO_SHARE, plan_within, settings_for
+from takeback.compiler.passes.pipeline import PIPELINE
+from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of
@@ -84,14 +84,16 @@ def predict(
         undo_bytes=undo_bytes(layout.draft.program),
         kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
     )
-    return build_report(
+    report = build_report(
         layout,
         traced.program,
         execution,
         own_steps=traced.own_steps,
         step_s=plan.step_s,
         added_s=plan.added_s,
+        title=title_of(model, batch_in_words((batch, kwargs)), options, traced.program.device),
     )
+    return AdvisedStep(traced.program, traced.kept, options, seconds).advised(report)
 
 
 def passes(
@@ -174,24 +176,7 @@ def frontier(
         options=options,
         progress=lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
     )
-    program = traced.program
-    say("listing what could be rebuilt")
-    share = AUTO_SHARE.get(program.device_type, 0.0)
-    seconds = cost_of(program)
-    told = settings_for(program, options, seconds, progress=lambda text: say(f"auto: {text}"))
-    auto = search_of(program, traced.kept, told).lowest(share)
-    search = search_of(program, traced.kept, settings_for(program, options, seconds, progress=say))
-    return build_frontier(
-        search.frontier(),
-        auto,
-        search.draft.program,
-        step_s=search.step_s,
-        seconds=seconds,
-        eager_bytes=eager_peak(program).transient_bytes,
-        resident_bytes=resident_bytes(program),
-        undo_bytes=undo_bytes(program),
-        kept_grad_bytes=grad_bytes(program) if keep_grads else 0,
-    )
+    return find_frontier(traced.program, traced.kept, options, cost_of(traced.program), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -274,16 +259,21 @@ def largest_batch(
     make_case: MakeCase,
     memory: str | int = "24GiB",
     *,
+    memory_mode: str = "auto",
     most: int = 1 << 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """The largest n for which the compiled step of `make_case(n)` peaks at no more than `memory`.
+    """The largest n for which the compiled step of `make_case(n)` peaks at no more than `memory`. `memory_mode`: the
+    `memory=` of that step ("auto", "min" or "keep"), or "eager" for the step as it is without takeback.
 
     `make_case(n)` returns (model, loss_fn, optimizer, batch) for a batch of n. The peak is taken to grow with n; it is
     predicted at a handful of sizes, chosen by a straight line through the last two. `progress(n, peak_bytes)` is called
     for each. Raises `OptionError` if not even n = 1 fits.
     """
     budget = parse_bytes(memory)
+    if memory_mode not in ("eager", "auto", "min", "keep"):
+        raise OptionError(f"memory_mode must be 'eager', 'auto', 'min' or 'keep', got {memory_mode!r}")
+    in_eager = memory_mode == "eager"
 
     def peak(n: int) -> int:
         case = make_case(n)
@@ -291,7 +281,8 @@ def largest_batch(
             case if isinstance(case, tuple) else (case.model, case.loss_fn, case.optimizer, case.batch)
         )
         arguments = batch if isinstance(batch, tuple | list) else (batch,)
-        found = predict(model, loss_fn, optimizer, *arguments).peak_bytes
+        report = predict(model, loss_fn, optimizer, *arguments, memory="keep" if in_eager else memory_mode)
+        found = report.eager_peak_bytes if in_eager else report.peak_bytes
         if progress is not None:
             progress(n, found)
         return found
@@ -299,7 +290,7 @@ def largest_batch(
     fits, fits_bytes = 1, peak(1)
     if fits_bytes > budget:
         raise OptionError(
-            f"a batch of 1 peaks at {fits_bytes:,} bytes, more than {budget:,}. "
+            f"a batch of 1 peaks at {fits_bytes:,} bytes ({memory_mode}), more than {budget:,}. "
             f"Make the model smaller, or give it more memory."
         )
     guess = 2

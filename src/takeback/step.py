@@ -25,8 +25,10 @@ from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
+from takeback.compiler.capture.uncompiled import check_not_compiled
 from takeback.compiler.explain.plans import account_of
-from takeback.compiler.explain.report import Report, build_report
+from takeback.compiler.explain.report import Report, build_report, title_of
+from takeback.compiler.explain.what_if import advised
 from takeback.compiler.program import Op
 from takeback.compiler.run.asked import Ask, asked
 from takeback.compiler.run.codegen import HeldValueChanged
@@ -176,8 +178,8 @@ class CompiledStep:
         """One step: what loss_fn returns for this batch. `update=False`: its gradients are added to those that wait for
         the update, in `.grad`; the next call without it adds its own, divides all by `divide`, a number or a tensor
         without dimensions, clips, updates and drops them. See docs/accumulation.md."""
-        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         before, start = (self._plans.made, self._replays), time.perf_counter()
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
@@ -188,8 +190,8 @@ class CompiledStep:
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:
         """The update alone, by the gradients that calls with `update=False` have left: for a loop that learns only then
         that there is no further microbatch."""
-        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         self._check_mode()
+        ask = asked(None, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         try:
             self.grad_norm = self._turn(functools.partial(self._pending.update, ask))
         finally:
@@ -203,6 +205,7 @@ class CompiledStep:
         return plans.made > made or first
 
     def _check_mode(self) -> None:
+        check_not_compiled()
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")
 
@@ -290,7 +293,7 @@ class CompiledStep:
             why = self.counts.describe() or "run the step once"
             raise CaptureError(f"there is no plan to report on yet: {why}.")
         plans = (plan, *(p for p in self._plans if p is not plan))
-        return build_report(
+        report = build_report(
             plan.executor.layout,
             plan.original,
             self._execution(plan),
@@ -304,7 +307,9 @@ class CompiledStep:
             state_bytes=self._state_bytes(plan),
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,
+            title=title_of(self._model, plan.made_for, self.options, self._maker.device),
         )
+        return advised(report, plan, self._maker, self._execution(plan))
 
     def _execution(self, plan: Plan) -> Execution:
         return plan.executor.describe(

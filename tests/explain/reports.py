@@ -6,6 +6,7 @@ import dataclasses
 from functools import cache
 
 from takeback import compile_step, zoo
+from takeback.compiler.explain.advice import OF_COPIES, OF_PEAK, Advice, Tip
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.plans import PlanAccount
 from takeback.compiler.explain.report import Measured, Report
@@ -29,11 +30,20 @@ def fixed_report() -> Report:
         copied_bytes=MIB + 4,
         ledger=(
             Entry("%9", MIB, Fate.MOVED, "clone", line, "eager copies %4 here; its bytes are handed on"),
-            Entry("%5", 2 * MIB, Fate.PLACED, "mm", line, "its bytes are its own", 0, 0, 2, "%5"),
-            Entry("%6", 2 * MIB, Fate.OVERWRITTEN, "relu", line, "written onto %5, which dies here", 0, 1, 3, "%5"),
-            Entry("scratch", 2 * MIB, Fate.SCRATCH, "relu", line, "taken inside the op", 2 * MIB, 1, 2, "s"),
             Entry(
-                "%7", MIB, Fate.COPIED, "_to_copy", "", "the program converts float32 to bfloat16", 4 * MIB, 1, 3, "%7"
+                "%5", 2 * MIB, Fate.PLACED, "mm", line, "its bytes are its own", 0, 0, 2, "%5", "layers.3", "activation"
+            ),
+            Entry(
+                *("%6", 2 * MIB, Fate.OVERWRITTEN, "relu", line, "written onto %5, which dies here"),
+                *(0, 1, 3, "%5", "layers.3.mlp", "activation"),
+            ),
+            Entry(
+                *("scratch", 2 * MIB, Fate.SCRATCH, "relu", line, "taken inside the op"),
+                *(2 * MIB, 1, 2, "s", "layers.3.mlp", "scratch"),
+            ),
+            Entry(
+                *("%7", MIB, Fate.COPIED, "_to_copy", "", "the program converts float32 to bfloat16"),
+                *(4 * MIB, 1, 3, "%7", "", "gradient"),
             ),
             Entry("scratch", 64, Fate.PASSED, "relu", line, "outlives its op inside torch"),
             Entry("loss", 4, Fate.COPIED, "clone", "", "returned to the caller, so it must outlive the arena"),
@@ -61,8 +71,18 @@ def fixed_report() -> Report:
             PlanAccount("7x128, 7", 900 * MIB, Spent(recording_s=0.3), 0, "no"),
         ),
         loading_s=9.06,
+        title='Net, batch 16x128, memory="auto" on cpu',
         torch_version="2.0",
+        advisor=lambda: ADVICE,
     )
+
+
+ADVICE = Advice(
+    (
+        Tip('memory="min"', 3 * MIB, OF_PEAK, 0.041, "runs 2 ops again in the backward"),
+        Tip("train.py:66", MIB, OF_COPIES, None, "_to_copy: the program converts float32 to bfloat16"),
+    )
+)
 
 
 def planted(text: str) -> Report:
@@ -71,12 +91,16 @@ def planted(text: str) -> Report:
     site = Site(text, 1, text, text)
     return dataclasses.replace(
         report,
-        ledger=tuple(dataclasses.replace(e, value=text, op=text, line=text, reason=text) for e in report.ledger),
+        ledger=tuple(
+            dataclasses.replace(e, value=text, op=text, line=text, reason=text, module=text) for e in report.ledger
+        ),
         refusals=tuple(dataclasses.replace(r, op=text, reason=text, decision=text, site=site) for r in report.refusals),
         resident={text: 1},
         eager_peak_at=text,
         notes=(text,),
         plans=tuple(dataclasses.replace(plan, made_for=text) for plan in report.plans),
+        title=text,
+        advisor=lambda: Advice(tuple(dataclasses.replace(tip, do=text, why=text) for tip in ADVICE.tips)),
         torch_version=text,
     )
 

@@ -13,6 +13,7 @@ from reports import MIB, fixed_report, planted, zoo_report
 from torch import nn
 
 from takeback import compile_step, predict, zoo
+from takeback.compiler.explain.advice import Advice
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.text import (
     IN_UPDATE,
@@ -42,6 +43,8 @@ def test_text_of_a_fixed_report() -> None:
     assert_expected_inline(
         str(fixed_report()),
         """\
+Net, batch 16x128, memory="auto" on cpu
+
                               takeback         eager     ratio
 peak                          9.00 MiB     12.00 MiB     0.75x
   above resident              5.00 MiB      8.00 MiB     0.62x
@@ -53,6 +56,17 @@ allocations per step                 2    1 returned, 1 inside ops
 copied per step               1.00 MiB
 run again per step                1 op    2.5 % more time, predicted
 eager peaks in relu at train.py:66; 3 ops in the plan
+
+-- What makes the peak ---------------------------------------------------------
+parameters                                  3.00 MiB  33 %  ####################
+batch                                       1.00 MiB  11 %  #######
+activations: layers.*.mlp                   2.00 MiB  22 %  #############
+scratch                                     2.00 MiB  22 %  #############
+gradients                                   1.00 MiB  11 %  #######
+
+-- What you can do -------------------------------------------------------------
+report.advice, or takeback explain, plans other settings and says what each
+would save and cost.
 
 -- Plans, and the seconds that making each took --------------------------------
 for                       peak record choose  place  write  prove replays proved
@@ -70,10 +84,10 @@ scratch            1    2.00 MiB   taken inside an op
 passed             1        64 B   taken inside an op, from malloc
 
 -- Largest values at the peak (op 1 of 3) --------------------------------------
-value    op        line         fate            bytes
-%6       relu      train.py:66  overwritten  2.00 MiB
-scratch  relu      train.py:66  scratch      2.00 MiB
-%7       _to_copy  -            copied       1.00 MiB
+value    op        module or line  fate            bytes
+%6       relu      layers.3.mlp    overwritten  2.00 MiB
+scratch  relu      layers.3.mlp    scratch      2.00 MiB
+%7       _to_copy  -               copied       1.00 MiB
 
 -- Copies ----------------------------------------------------------------------
      1 x    1.00 MiB  the program converts float32 to bfloat16 (%7 by _to_copy)
@@ -88,6 +102,23 @@ scratch  relu      train.py:66  scratch      2.00 MiB
 note: a note that is long enough to need a second line because it says a lot
       about very little""",
     )
+
+
+def test_text_has_the_tips_once_they_were_asked_for() -> None:
+    report = fixed_report()
+    assert len(report.advice.tips) == 2
+    assert """\
+-- What you can do -------------------------------------------------------------
+memory="min"                -3.00 MiB of the peak, for 4.1 % more time
+    runs 2 ops again in the backward
+train.py:66                 -1.00 MiB copied per step
+    _to_copy: the program converts float32 to bfloat16
+
+""" in str(report)
+    quiet = dataclasses.replace(report, advisor=Advice)
+    assert not quiet.advice.tips
+    assert "No other setting was found" in str(quiet)
+    assert "What you can do" not in str(dataclasses.replace(report, advisor=None))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])

@@ -37,6 +37,34 @@ def problem_of(fault: PlantedFault) -> str | None:
 
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
+        "integrations: the loss of a microbatch is not divided by their number",
+        "integrations/transformers/stepping.py",
+        "return loss if scaled else loss / self._parts",
+        "return loss",
+        ("tests/integrations/test_trainer.py::test_two_epochs_have_trainers_bits[divided by the trainer]",),
+    ),
+    PlantedFault(
+        "integrations: compute_loss takes the labels out of the batch itself",
+        "integrations/transformers/stepping.py",
+        "mine = copy.copy(inputs)",
+        "mine = inputs",
+        ("tests/integrations/test_trainer_loop.py::test_what_changes_in_the_trainer_between_steps_is_heard",),
+    ),
+    PlantedFault(
+        "integrations: callbacks that look at gradients come after the update",
+        "integrations/transformers/stepping.py",
+        'cause = "keep_grads=True" if asked else next(self._lookers(), None)',
+        'cause = "keep_grads=True" if asked else None',
+        ("tests/integrations/test_trainer_loop.py::test_callbacks_find_gradients_where_trainer_has_them[1]",),
+    ),
+    PlantedFault(
+        "capture: what a trainer of takeback's own reads of itself is not assumed",
+        "compiler/capture/ran.py",
+        'OPEN = ("takeback.zoo", "takeback.integrations")',
+        'OPEN = ("takeback.zoo",)',
+        ("tests/integrations/test_trainer_loop.py::test_what_changes_in_the_trainer_between_steps_is_heard",),
+    ),
+    PlantedFault(
         "run: gradients that begin to wait are zeros, which turn -0.0 into 0.0",
         "compiler/run/pending.py",
         "return made.fill_(-0.0)",
@@ -327,8 +355,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "ownership: what is returned dies with its last reader",
         "compiler/ownership/lifetimes.py",
-        "end[buffer] = len(program.ops)",
-        "end[buffer] = max(end[buffer], 0)",
+        "Lifetime(found[buffer].start, len(program.ops))",
+        "Lifetime(found[buffer].start, found[buffer].end)",
         ("tests/test_tiny.py::test_compiled_step_trains_like_eager_with_one_allocation",),
     ),
     PlantedFault(
@@ -796,5 +824,33 @@ FAULTS: tuple[PlantedFault, ...] = (
         "fate = Fate.OVERWRITTEN\n",
         "fate = Fate.PLACED\n",
         ("tests/explain/test_explain_text.py::test_value_is_called_overwritten_where_its_plan_overwrites",),
+    ),
+    PlantedFault(
+        "integrations: Lightning's accumulation sums losses that it should divide",
+        "integrations/lightning.py",
+        "return (loss / divide if divide != 1 else loss), (output, told)",
+        "return loss, (output, told)",
+        ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[accumulated-and-clipped]",),
+    ),
+    PlantedFault(
+        "integrations: what a Lightning step logs is told once, when it is recorded",
+        "integrations/lightning.py",
+        "            tell_(told)\n",
+        "            if step._replays == 0:\n                tell_(told)\n",
+        ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[plain]",),
+    ),
+    PlantedFault(
+        "integrations: Accelerate's schedulers do not hear of skipped updates",
+        "integrations/accelerate.py",
+        "self._optimizer._is_overflow = scaler.get_scale() < before",
+        "self._optimizer._is_overflow = False",
+        ("tests/integrations/test_accelerate.py::test_the_scaler_skips_updates_and_schedulers_as_in_stock[1]",),
+    ),
+    PlantedFault(
+        "capture: a number in aux is for ever the one of its recording",
+        "compiler/capture/record_step.py",
+        "lambda number: AuxNumber(0, number.read))",
+        "lambda number: number.read())",
+        ("tests/step/test_numbers.py::test_number_in_aux_is_what_it_is_in_each_step",),
     ),
 )

@@ -133,3 +133,22 @@ def test_global_and_list_items_are_numbers_too() -> None:
         assert torch.equal(step(x), loss_fn(model, x).detach())
     assert len(step._plans) == 1
     assert (type(BETA), type(weights[1])) == (float, float)
+
+
+def test_number_in_aux_is_what_it_is_in_each_step() -> None:
+    """Of the recording as of a replay, and a plain float: not the one of the step that was recorded last."""
+    config = types.SimpleNamespace(beta=0.0)
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
+        beta = config.beta
+        return beta * model(x).square().mean(), {"beta": beta, "both": [(1 - beta, types.SimpleNamespace(x=x, b=beta))]}
+
+    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), memory="keep")
+    for i in range(5):
+        config.beta = 0.1 * i + 0.05
+        aux = step(torch.ones(3, 4))[1]
+        rest, held = aux["both"][0]
+        assert [type(v) for v in (aux["beta"], rest, held.b)] == [float] * 3
+        assert (aux["beta"], rest, held.b) == (config.beta, 1 - config.beta, config.beta)
+    assert step._replays == 3

@@ -171,6 +171,7 @@ class Site:
     line: int
     function: str
     text: str = ""
+    module: str = ""  #: the path of the innermost submodule that ran: `layers.3.mlp.up_proj`; of the model itself ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

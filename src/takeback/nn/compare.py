@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from takeback.errors import ConvertError
+from takeback.nn.lazy_logits import LazyLogits
 
 
-def compare(before: nn.Module, model: nn.Module, example: tuple[Any, ...], *, values: bool) -> None:
+@dataclass(frozen=True)
+class Arguments:
+    """Of one call of a model."""
+
+    positional: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+def compare(before: nn.Module, model: nn.Module, example: Arguments, *, values: bool) -> None:
     """Raise if the two models' outputs or gradients differ by more than their dtype's rounding explains."""
     expected = _step(before, example)
     try:
@@ -30,11 +40,12 @@ def compare(before: nn.Module, model: nn.Module, example: tuple[Any, ...], *, va
             )
 
 
-def _step(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
+def _step(model: nn.Module, example: Arguments) -> dict[str, Tensor]:
     """Outputs, and the gradients of their sum in which each element has another weight."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())), torch.enable_grad():
         torch.manual_seed(0)
-        result = dict(_tensors(model(*copy.deepcopy(example)), "the output"))
+        given = copy.deepcopy(example)
+        result = dict(_tensors(model(*given.positional, **given.keywords), "the output"))
         reached = [each.flatten().double() for each in result.values() if each.requires_grad]
         if reached:
             everything = torch.cat(reached)
@@ -46,6 +57,8 @@ def _step(model: nn.Module, example: tuple[Any, ...]) -> dict[str, Tensor]:
 
 
 def _tensors(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, LazyLogits):
+        value = value.made()
     if isinstance(value, Tensor) and value.is_floating_point():
         yield name, value
     elif isinstance(value, Mapping):

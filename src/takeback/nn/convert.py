@@ -1,66 +1,30 @@
-"""`convert` turns a model's batch norms and activations into activated norms; `revert` gives torch's modules back.
+"""`convert` puts layers that keep less for backward into a model, `conversion` says which, `revert` takes them out.
 
 Both change the model in place and keep its parameters, buffers, state_dict keys and module paths: an optimizer made
-before goes on. Where an activation module stood, there is a `Fused`. Nobody's forward is touched: an activation that is
-a function there, or a module that other places need too, stays, and so does the norm before it, with that reason.
+before goes on. Batch norms and the activations after them are found in the graphs of forwards (batch_norms.py); norms
+of rows, gated MLPs, activations and output layers by what they compute (forms.py).
 """
 
 from __future__ import annotations
 
 import copy
-import textwrap
-import warnings
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from takeback.errors import ConvertError, OptionError
-from takeback.nn.compare import compare
-from takeback.nn.find_norms import Candidate, Follower, Kept, find_norms
-from takeback.nn.forward_graphs import GraphCall, Graphs, first, is_plain_sequential, touched
+from takeback.nn.batch_norms import Fused, convert_batch_norms_, revert_batch_norms_
+from takeback.nn.compare import Arguments, compare
+from takeback.nn.conversion import Changed, Conversion
+from takeback.nn.find_norms import Kept
+from takeback.nn.forms import convert_forms_, restore_forms_
 
-WIDTH = 80
-STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-DIMENSIONS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
-LEAKY = Follower("leaky_relu", 0.01)  #: what relu="leaky_relu" puts in place of a relu
+__all__ = ["Changed", "Conversion", "Fused", "Kept", "conversion", "convert", "revert"]
 
-# Attributes that the two functions leave on the user's modules.
-REPORT = "takeback_conversion"  #: on the model: its `Conversion`
-ORIGIN = "takeback_origin"  #: on an activated norm: its `Origin`
+REPORT = "takeback_conversion"  #: the attribute of the model that is its `Conversion`
 
-
-@dataclass(frozen=True)
-class Changed:
-    """A norm that was replaced: `became` what, and why that form. `activation` is empty where none followed."""
-
-    path: str
-    activation: str
-    became: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What `convert` did with each batch norm of a model; `str()` is a table."""
-
-    changed: tuple[Changed, ...]
-    kept: tuple[Kept, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{len(self.changed)} batch norms converted, {len(self.kept)} kept"]
-        groups: dict[tuple[str, str], list[str]] = {}
-        for changed in self.changed:
-            taken = f" <- {changed.activation}" if changed.activation else ""
-            groups.setdefault((changed.became, changed.reason), []).append(f"{changed.path or 'the model'}{taken}")
-        for kept in self.kept:
-            groups.setdefault(("kept", kept.reason), []).append(kept.path or "the model")
-        for (became, reason), members in groups.items():
-            lines += ["", *_wrapped(f"{became}: {reason}", "")]
-            lines += [line for member in members for line in _wrapped(member, "    ")]
-        return "\n".join(lines)
+Example: TypeAlias = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 def convert(
@@ -68,16 +32,19 @@ def convert(
     *,
     relu: Literal["relu", "leaky_relu"] = "relu",
     group: Any = None,
-    example: Tensor | tuple[Any, ...] | None = None,
+    head: bool = True,
+    example: Example | None = None,
 ) -> nn.Module:
-    """Replace batch norms and the activations after them by activated norms, in place; `conversion` says which and why.
+    """Give a model's layers forms that keep less for backward, in place; `conversion` says which and why.
 
     Args:
-        relu: "relu" keeps the function, and saves memory only where silu, leaky_relu or elu follow a norm; "leaky_relu"
-            puts leaky_relu with slope 0.01 in its place, as inplace_abn's models do: another function, to train anew.
-        group: synchronise every norm over this process group; "world" for all processes.
-        example: an input, or a tuple of them. Copies of the model run forward and backward on it, before and after; if
-            outputs or gradients differ, the model is given back as it was and `ConvertError` raised.
+        relu: what becomes of a relu after a batch norm. "relu" keeps the function, and saves memory only where silu,
+            leaky_relu or elu follow a norm; "leaky_relu" puts leaky_relu with slope 0.01 in its place, as inplace_abn's
+            models do: another function, to train anew.
+        group: synchronise every batch norm over this process group; "world" for all processes.
+        head: whether the output layer of a language model may leave logits unmade when it is trained with labels.
+        example: an input, a tuple of them, or keywords. Copies of the model run forward and backward on it, before and
+            after; if outputs or gradients differ, the model is given back as it was and `ConvertError` raised.
 
     Returns:
         The model; the new module where the model itself is a norm that is replaced.
@@ -85,28 +52,15 @@ def convert(
     if relu not in ("relu", "leaky_relu"):
         raise OptionError(f"relu is 'relu' or 'leaky_relu', got {relu!r}")
     before = copy.deepcopy(model) if example is not None else None
-    graphs, found = find_norms(model)
-    held = _held_modules(model)
-    found = [_unless_held(each, held) if isinstance(each, Candidate) else each for each in found]
-    decided = [_decide(each, relu, sync=group is not None) if isinstance(each, Candidate) else each for each in found]
-    plan = _with_removals(graphs, decided)
-    report: list[Changed | Kept] = []
-    replaced: dict[nn.Module, nn.Module] = {}
-    for each in plan:
-        if isinstance(each, Kept):
-            report.append(_synchronised_(model.get_submodule(each.path), each, group, replaced))
-        else:
-            replaced[each.of.norm] = _activated(each, group)
-            report.append(each.changed)
-    report += _from_inplace_abn_(model, group, replaced)
-    _remove_activations_([each for each in plan if isinstance(each, Decision)], replaced)
-    model = _replace_(model, replaced)
+    arguments = None if example is None else _arguments(example)
+    normed = convert_batch_norms_(model, relu, group)
+    model = normed.model
+    report = (*normed.report, *convert_forms_(model, head=head, example=arguments))
     changed = tuple(each for each in report if isinstance(each, Changed))
     setattr(model, REPORT, Conversion(changed, tuple(each for each in report if isinstance(each, Kept))))
-    if before is not None:
-        renamed = any(isinstance(each, Decision) and each.renamed for each in plan)
+    if before is not None and arguments is not None:
         try:
-            compare(before, model, example if isinstance(example, tuple) else (example,), values=not renamed)
+            compare(before, model, arguments, values=not normed.renamed)
         except ConvertError:
             revert(model)
             raise
@@ -121,321 +75,20 @@ def conversion(model: nn.Module) -> Conversion:
     return report
 
 
-def revert(model: nn.Module, *, example: Tensor | tuple[Any, ...] | None = None) -> nn.Module:
-    """Put batch norms and activations back, in place, for export: the same outputs by torch's own modules and ops.
+def revert(model: nn.Module, *, example: Example | None = None) -> nn.Module:
+    """Take out what `convert` put in, in place, for export: the same outputs by the model's own modules.
 
-    What `convert` made becomes what it was, each activation where it stood. A norm that was never converted becomes an
-    `ABN`, which runs torch's ops under the same state_dict keys. With an `example` input, which tells the dimensions,
-    those without activation become BatchNorm1d, 2d or 3d. The scale |weight| + eps is written into the weight.
+    What `convert` made becomes what it was, each activation where it stood. A batch norm that was written by hand
+    becomes an `ABN`, which runs torch's ops under the same state_dict keys. With an `example` input, which tells the
+    dimensions, those without activation become BatchNorm1d, 2d or 3d. The scale |weight| + eps is written into the
+    weight.
     """
-    from takeback.nn.abn import ABN
-
-    dims = _dimensions(model, example if isinstance(example, tuple) else (example,)) if example is not None else {}
-    replaced: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():
-        if isinstance(module, Fused):
-            replaced[module] = module.released()
-        elif isinstance(module, ABN) or ORIGIN in vars(module):
-            replaced[module] = _plain(module, dims.get(module))
+    restore_forms_(model)
     vars(model).pop(REPORT, None)
-    return _replace_(model, replaced)
+    return revert_batch_norms_(model, None if example is None else _arguments(example))
 
 
-# -- which form each norm takes ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Decision:
-    """A candidate, what it becomes, and the activation of that."""
-
-    of: Candidate
-    form: Literal["ABN", "InPlaceABN", "InPlaceABNSync"]
-    activation: Follower
-    reason: str
-    removals: tuple[Removal, ...] = ()
-
-    @property
-    def renamed(self) -> bool:
-        """Whether it computes something else than before."""
-        return self.activation != self.of.activation
-
-    @property
-    def changed(self) -> Changed:
-        reason = self.reason + ("; its relu became a leaky_relu, another function" if self.renamed else "")
-        return Changed(self.of.path, self.of.label, f"{self.form}({self.activation})", reason)
-
-
-def _decide(of: Candidate, relu: str, *, sync: bool) -> Decision | Kept:
-    from takeback.nn.functional import inverse_of
-
-    activation = LEAKY if of.activation.name == "relu" and relu == "leaky_relu" else of.activation
-    sync = sync or isinstance(of.norm, nn.SyncBatchNorm)
-    form: Literal["InPlaceABN", "InPlaceABNSync"] = "InPlaceABNSync" if sync else "InPlaceABN"
-    if why := inverse_of(activation.name, activation.param, torch.float32):
-        return Decision(of, form, activation, f"leaves its input as it is and keeps it: {why}")
-    if of.writer is not None:
-        return Kept(of.path, f"{of.writer} overwrites the output, which an activated norm keeps for backward")
-    if of.not_overwritable is None:
-        return Decision(of, form, activation, "overwrites its input, which nobody else reads")
-    if sync:
-        return Kept(of.path, f"InPlaceABNSync would overwrite its input, but {of.not_overwritable}")
-    return Decision(of, "ABN", activation, f"does not overwrite its input: {of.not_overwritable}")
-
-
-def _unless_held(of: Candidate, held: Mapping[nn.Module, str]) -> Candidate | Kept:
-    """Kept, if an attribute that is no submodule holds the norm or its activation: that one would not be replaced."""
-    called = [call for call in of.calls if call.node.op == "call_module"]
-    involved = [of.norm, *(call.scope.module.get_submodule(str(call.node.target)) for call in called)]
-    holder = first(held.get(module) for module in involved)
-    return of if holder is None else Kept(of.path, f"{holder} holds it or its activation as a plain attribute")
-
-
-def _held_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """Modules in plain attributes, or in lists and dicts there, and the attribute's name."""
-    held: dict[nn.Module, str] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, Fused):
-            continue
-        for name, value in vars(module).items():
-            if name in ("_modules", "_parameters", "_buffers") or isinstance(value, (str, Tensor)):
-                continue
-            values = value.values() if isinstance(value, Mapping) else value
-            for each in values if isinstance(values, Collection) else [value]:
-                if isinstance(each, nn.Module):
-                    held.setdefault(each, f"{path or 'the model'}.{name}")
-    return held
-
-
-# -- how each activation is taken out ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Whole:
-    """An activation module whose every call goes."""
-
-    module: nn.Module
-
-
-@dataclass(frozen=True)
-class SequentialPlace:
-    """One place in a Sequential; the module stands in others too."""
-
-    sequential: nn.Module
-    name: str
-    module: nn.Module
-
-
-Removal = Whole | SequentialPlace
-
-
-def _with_removals(graphs: Graphs, decided: list[Decision | Kept]) -> list[Decision | Kept]:
-    """Add to each decision how its activation goes; keep the norms whose activation cannot go. Each one that is kept
-    may need an activation module that others wanted to remove, so this is repeated until nothing changes.
-    """
-    while True:
-        gone = {call.node for each in decided if isinstance(each, Decision) for call in each.of.calls}
-        planned: list[Decision | Kept] = []
-        for each in decided:
-            if isinstance(each, Decision):
-                removals = [_removal(graphs, call, gone) for call in each.of.calls]
-                why = first(removal for removal in removals if isinstance(removal, str))
-                if why is not None:
-                    planned.append(Kept(each.of.path, f"{each.of.label} follows it, but {why}"))
-                    continue
-                found = tuple(dict.fromkeys(removal for removal in removals if not isinstance(removal, str)))
-                each = Decision(each.of, each.form, each.activation, each.reason, found)
-            planned.append(each)
-        if [type(each) for each in planned] == [type(each) for each in decided]:
-            return planned
-        decided = planned
-
-
-def _removal(graphs: Graphs, call: GraphCall, gone: set[Any]) -> Removal | str:
-    """How one activation call goes, given all that go; or why it cannot."""
-    scope, node = call.scope, call.node
-    if node.op != "call_module":
-        return "it is a function of the forward: as a module of its own it could be taken out"
-    module = scope.module.get_submodule(node.target)
-    staying = [use for use in graphs.calls[module] if use.node not in gone]
-    if not staying and module not in graphs.strangers:
-        return Whole(module)
-    others = [use for use in staying if not is_plain_sequential(use.scope.module)]
-    if is_plain_sequential(scope.module) and not others:
-        return SequentialPlace(scope.module, str(node.target), module)
-    if stranger := graphs.strangers.get(module):
-        return f"{stranger.path or 'the model'} may call it too, whose forward {stranger.opaque}"
-    elsewhere = next((use for use in others if use.node is not node), call)
-    return (
-        f"it is also called elsewhere ({elsewhere.scope.show(elsewhere.node)}): the norm needs an activation module of "
-        f"its own"
-    )
-
-
-def _remove_activations_(decisions: list[Decision], replaced: dict[nn.Module, nn.Module]) -> None:
-    """Take the activations out: a `Fused` stands in the place of each, and holds what `revert` puts back there."""
-    for each in decisions:
-        _remember_(replaced[each.of.norm], each.of.norm)
-        for way in each.removals:
-            activation = way.module
-            if each.renamed:
-                activation = nn.LeakyReLU(LEAKY.param, inplace=getattr(way.module, "inplace", False))
-            if isinstance(way, SequentialPlace):
-                setattr(way.sequential, way.name, Fused(activation))
-            else:
-                replaced[way.module] = Fused(activation)
-
-
-class Fused(nn.Identity):
-    """Stands where an activation stood that the norm before it now applies; passes its input on."""
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.held = (activation,)  # in a tuple, so that it is no submodule
-        self.training = activation.training
-
-    def released(self) -> nn.Module:
-        """The activation, to stand here again."""
-        (activation,) = self.held
-        activation.training = self.training
-        return activation
-
-    def extra_repr(self) -> str:
-        return str(self.held[0])
-
-
-# -- replacing modules ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a converted norm was."""
-
-    norm: type[nn.Module]
-    attributes: tuple[str, ...]  #: names of what others had set on it, and which it still has
-
-
-def _remember_(made: nn.Module, norm: nn.Module) -> None:
-    names = tuple(name for name in vars(norm) if name not in vars(made) and name != "process_group")
-    vars(made).update({name: vars(norm)[name] for name in names})
-    vars(made)[ORIGIN] = Origin(type(norm), names)
-
-
-def _activated(decision: Decision, group: Any) -> nn.Module:
-    from takeback.nn import abn
-
-    norm: Any = decision.of.norm
-    extra = {"group": _group(group, norm)} if decision.form == "InPlaceABNSync" else {}
-    settings = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    activation = decision.activation
-    made = getattr(abn, decision.form)(*settings, activation.name, activation.param, device="meta", **extra)
-    return _take_state_(made, norm)
-
-
-def _take_state_(made: nn.Module, norm: nn.Module) -> nn.Module:
-    """Give it the very parameters and buffers of `norm`, so that an optimizer goes on, and its hooks."""
-    for name in STATE:
-        if hasattr(norm, name):
-            setattr(made, name, getattr(norm, name))
-    vars(made).update({name: value for name, value in vars(norm).items() if name.endswith("_hooks")})
-    made.training = norm.training
-    return made
-
-
-def _group(group: Any, norm: Any) -> Any:
-    """The group to synchronise over; None is all processes."""
-    if group is None:
-        return getattr(norm, "process_group", None)
-    return None if group == "world" else group
-
-
-def _synchronised_(norm: Any, kept: Kept, group: Any, replaced: dict[nn.Module, nn.Module]) -> Changed | Kept:
-    """With a group, a norm that is kept is at least synchronised, by torch's own SyncBatchNorm."""
-    if group is None or isinstance(norm, nn.SyncBatchNorm):
-        return kept
-    if type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or touched(norm):
-        warnings.warn(f"takeback.nn.convert: {kept.path} stays without synchronisation: {kept.reason}", stacklevel=3)
-        return kept
-    settings = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    made = _take_state_(nn.SyncBatchNorm(*settings, _group(group, norm), device="meta"), norm)
-    _remember_(made, norm)
-    replaced[norm] = made
-    return Changed(kept.path, "", "SyncBatchNorm", f"synchronised as it is: {kept.reason}")
-
-
-def _from_inplace_abn_(model: nn.Module, group: Any, replaced: dict[nn.Module, nn.Module]) -> Iterator[Changed]:
-    """The modules of the package inplace_abn, which overwrite their inputs already."""
-    from takeback.nn import abn
-
-    for path, module in model.named_modules():
-        name = type(module).__name__
-        package = type(module).__module__.partition(".")[0]
-        if package != "inplace_abn" or name not in ("ABN", "InPlaceABN", "InPlaceABNSync") or touched(module):
-            continue
-        old: Any = module
-        sync = name == "InPlaceABNSync" or (group is not None and name == "InPlaceABN")
-        form = "InPlaceABNSync" if sync else name
-        extra: dict[str, Any] = {} if form == "ABN" else {"scale": "absolute"}
-        if sync:
-            extra["group"] = getattr(old, "group", None) if group is None else _group(group, old)
-        activation = Follower(str(getattr(old.activation, "value", old.activation)), float(old.activation_param))
-        settings = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
-        device = next(iter(old.state_dict().values())).device
-        made = getattr(abn, form)(*settings, activation.name, activation.param, device=device, **extra)
-        replaced[module] = _take_state_(made, module)
-        yield Changed(path, "", f"{form}({activation})", f"was {package}'s {name}")
-
-
-def _plain(module: Any, dims: int | None) -> nn.Module:
-    """An activated norm as a batch norm of torch; as an ABN where its activation or dimensions have no other place."""
-    from takeback.nn.abn import ABN
-
-    origin: Origin | None = vars(module).get(ORIGIN)
-    settings = (module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
-    if origin is not None:
-        extra = {"process_group": module.group} if origin.norm is nn.SyncBatchNorm else {}
-        made: nn.Module = origin.norm(*settings, device="meta", **extra)
-    elif dims in DIMENSIONS and module.activation == "identity":
-        made = DIMENSIONS[dims](*settings, device="meta")
-    elif type(module) is ABN and origin is None:
-        return module
-    else:
-        made = ABN(*settings, module.activation, module.activation_param, device="meta")
-    _take_state_(made, module)
-    vars(made).update({name: vars(module)[name] for name in (origin.attributes if origin else ())})
-    if getattr(getattr(module, "scale", None), "value", None) == "absolute" and module.weight is not None:
-        weight = module.weight.detach().abs() + module.eps
-        made.weight = nn.Parameter(weight, requires_grad=module.weight.requires_grad)
-    return made
-
-
-def _replace_(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Put modules in the places of others, under every path they have."""
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if path and module in replaced:
-            parent, _, name = path.rpartition(".")
-            setattr(model.get_submodule(parent), name, replaced[module])
-    return replaced.get(model, model)
-
-
-def _dimensions(model: nn.Module, example: tuple[Any, ...]) -> dict[nn.Module, int]:
-    """How many dimensions the inputs of the model's activated norms have, by running it."""
-    from takeback.nn.abn import ABN
-
-    dims: dict[nn.Module, int] = {}
-    norms = [module for module in model.modules() if isinstance(module, ABN)]
-    hooks = [norm.register_forward_pre_hook(lambda norm, args: dims.update({norm: args[0].dim()})) for norm in norms]
-    flags = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        with torch.no_grad():
-            model(*example)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, flag in flags:
-            module.training = flag
-    return dims
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "    ", break_on_hyphens=False)
+def _arguments(example: Example) -> Arguments:
+    if isinstance(example, Mapping):
+        return Arguments((), dict(example))
+    return Arguments(example if isinstance(example, tuple) else (example,), {})

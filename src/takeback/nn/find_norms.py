@@ -94,7 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Kept:
-    """A norm that stays as it is."""
+    """A module that stays as it is."""
 
     path: str
     reason: str

@@ -24,6 +24,7 @@ from takeback.nn.invert import Weights, limits_of, without_inverse
 from takeback.nn.kernels import activated
 from takeback.nn.kernels.activated import Activation
 from takeback.nn.kernels.width import wide
+from takeback.nn.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from takeback.nn.owner import Copies
 from takeback.nn.sync import group_of, reduce_statistics, reduce_sums
 

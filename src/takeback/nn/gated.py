@@ -25,7 +25,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """gelu(x), with torch's bits."""
-    return _gelu(x, approximate, owner.ELSEWHERE)
+    return gelu_counted(x, approximate, owner.ELSEWHERE)
 
 
 class SwiGLU(nn.Module):
@@ -49,7 +49,7 @@ class GELU(nn.GELU):
 
     def forward(self, x: Tensor) -> Tensor:
         """gelu(x)."""
-        return _gelu(x, self.approximate, self.copies)
+        return gelu_counted(x, self.approximate, self.copies)
 
 
 def _swiglu(gate: Tensor, up: Tensor | None, copies: Copies) -> Tensor:
@@ -63,7 +63,8 @@ def _swiglu(gate: Tensor, up: Tensor | None, copies: Copies) -> Tensor:
     return SwiGLUFunction.apply(gate, up, copies)
 
 
-def _gelu(x: Tensor, approximate: str, copies: Copies) -> Tensor:
+def gelu_counted(x: Tensor, approximate: str, copies: Copies) -> Tensor:
+    """gelu(x), whose new buffers are counted in `copies`."""
     if torch.compiler.is_compiling() or engine.being_recorded() or engine.transformed():
         return F.gelu(x, approximate=approximate)  # who records it decides about overwriting
     return GELUFunction.apply(x, approximate, copies)

@@ -54,13 +54,13 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """layer_norm(x)."""
-        x = _as_autocast_has_it(x)
+        x = as_autocast_has_it(x)
         mixed = self.weight is not None and self.weight.dtype != x.dtype
         if mixed:
             self.copies.note(f"the input is {x.dtype}, the weight another dtype", "torch's layer_norm keeps the input")
         if mixed or torch.compiler.is_compiling() or engine.transformed():
             return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
-        return _row_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, True, self._weights, self.copies)
+        return row_norm(x, self.normalized_shape, self.weight, self.bias, self.eps, True, self._weights, self.copies)
 
 
 class InPlaceRMSNorm(_Watched, nn.RMSNorm):
@@ -73,15 +73,15 @@ class InPlaceRMSNorm(_Watched, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """rms_norm(x); eps None is the epsilon of the arithmetic, as in torch."""
-        x = _as_autocast_has_it(x)
+        x = as_autocast_has_it(x)
         if torch.compiler.is_compiling() or engine.transformed():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         eps = torch.finfo(wide(x)).eps if self.eps is None else self.eps
-        return _row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)
+        return row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)
 
 
-def _as_autocast_has_it(x: Tensor) -> Tensor:
-    """On a GPU autocast computes norms of rows in float32."""
+def as_autocast_has_it(x: Tensor) -> Tensor:
+    """x as torch's own norms take it: on a GPU autocast computes norms of rows in float32."""
     half = x.dtype in (torch.float16, torch.bfloat16)
     return x.float() if half and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
@@ -97,7 +97,7 @@ class RowNormSettings:
     copies: Copies
 
 
-def _row_norm(
+def row_norm(
     x: Tensor,
     shape: Sequence[int],
     weight: Tensor | None,
@@ -106,7 +106,9 @@ def _row_norm(
     centred: bool,
     weights: Weights,
     copies: Copies,
+    from_input: str | None = None,
 ) -> Tensor:
+    """The norm. `from_input`: why backward must start from the input, whatever the weights are."""
     shape = tuple(shape)
     if x.dtype not in ops.DTYPES:
         raise TypeError(f"a norm's input is float32, float64, bfloat16 or float16, got {x.dtype}")
@@ -116,8 +118,13 @@ def _row_norm(
             raise ValueError(f"{name} has shape {found}; {shape} on {x.device} is needed")
     if tuple(x.shape[x.dim() - len(shape) :]) != shape:
         raise ValueError(f"expected an input whose shape ends in {shape}, got {tuple(x.shape)}")
-    why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
-    copies.note(why, "backward from the input")
+    if from_input is not None:
+        why: str | None = from_input
+    elif engine.saved_through_hooks():  # a checkpoint runs it again, and must decide the same whatever it knows by then
+        why = owner.HOOKED
+    else:
+        why = weights.reason(weight, bias, limits_of(Activation.IDENTITY, 1.0, x.dtype))
+        copies.note(why, "backward from the input")
     return RowNorm.apply(x, weight, bias, RowNormSettings(shape, eps, centred, why is None, copies))
 
 

@@ -35,6 +35,7 @@ import torch
 from takeback.compiler.capture.hooks import MODULE_HOOKS
 from takeback.compiler.capture.ran import (
     EVERYTHING,
+    OPEN,
     Seen,
     globals_named,
     is_installed,
@@ -83,7 +84,7 @@ def _is_opaque(kind: type) -> bool:
     if not isinstance(name, str):
         return True
     if name.startswith("takeback."):
-        return not issubclass(kind, torch.nn.Module) and not name.startswith("takeback.zoo")
+        return not issubclass(kind, torch.nn.Module) and not name.startswith(OPEN)
     return name.partition(".")[0] in _OPAQUE
 
 

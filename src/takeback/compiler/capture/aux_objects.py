@@ -38,13 +38,15 @@ class Opened:
 
 class _ObjectType(LeafType):
     def __instancecheck__(cls, node: object) -> bool:
-        closed = torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType
+        closed = (
+            torch.Tensor | torch.nn.Module | type | types.ModuleType | types.FunctionType | types.MethodType | float
+        )
         has_attributes = isinstance(getattr(node, "__dict__", None), dict)
         return has_attributes and super().__instancecheck__(node) and not isinstance(node, closed)
 
 
 class _Object(metaclass=_ObjectType):
-    """Every instance that has attributes and is no tensor, module, class, function or container."""
+    """Every instance that has attributes and is no tensor, number, module, class, function or container."""
 
 
 def open_objects(aux: Any, depth: int = 0) -> Any:

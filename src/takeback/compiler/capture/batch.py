@@ -83,6 +83,11 @@ def _walk(
     node: Any, tensors: list[torch.Tensor], of_tensor: Callable[[torch.Tensor], Hashable] = tensor_key
 ) -> Hashable:
     if isinstance(node, torch.Tensor):
+        if node.is_nested:
+            raise CaptureError(
+                "the batch holds a nested tensor, whose lengths are data, and takeback plans plain tensors. Pass "
+                "t.values() and t.offsets() (packed rows, with a mask that keeps them apart), or pad: see tb.bucket."
+            )
         again = next((i for i, t in enumerate(tensors) if t is node), None)
         tensors.append(node)
         # step(x, x) and step(x, y) are different programs; and a step may read attributes that were put on a tensor.

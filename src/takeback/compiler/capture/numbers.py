@@ -59,6 +59,10 @@ class TracedNumber(float):
         trace.formulas.append(formula)
         return self
 
+    def read(self) -> float:
+        """What it is with the numbers that stand in the places now."""
+        return float(self._formula([float.__pos__(place.read()) for place in self._trace.places]))
+
 
 def _arithmetic(name: str) -> Callable[[TracedNumber, Any], Any]:
     plain = getattr(float, name)

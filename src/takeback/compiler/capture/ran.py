@@ -27,6 +27,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _NUMPY = os.path.dirname(np.__file__) + os.sep
 _TAKEBACK = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 _COMPILER = os.path.join(_TAKEBACK, "compiler") + os.sep
+OPEN = ("takeback.zoo", "takeback.integrations")  #: of takeback, what runs inside of a step as the user's code does
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def origin_of_module(name: str) -> str:
     """The same of a module by its name; what has no file is Python's if it is built in, else the user's."""
     top = name.partition(".")[0]
     if top in ("torch", "takeback"):
-        return "user" if name.startswith("takeback.zoo") else top
+        return "user" if name.startswith(OPEN) else top
     if top in ("builtins", "numpy", "highspy") or top in sys.builtin_module_names:
         return "python"
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -18,13 +18,13 @@ import torch
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
-from takeback.compiler.capture.batch import cut, map_tensors, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import settle_
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import modes
-from takeback.compiler.capture.numbers import Trace, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import default_generators
@@ -33,6 +33,7 @@ from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
+from takeback.compiler.capture.uncompiled import notes_of, uncompiled
 from takeback.compiler.program import Phase, Program
 from takeback.errors import CaptureError
 
@@ -43,6 +44,19 @@ class AuxSlot:
 
     index: int
 
+    def value(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return tensors[self.index]
+
+
+@dataclass(frozen=True)
+class AuxNumber(AuxSlot):
+    """Stands in aux for a number that was traced: what it is now."""
+
+    read: Callable[[], float]
+
+    def value(self, tensors: Sequence[torch.Tensor]) -> float:
+        return self.read()
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -52,7 +66,7 @@ class Capture:
     assumptions: Assumptions
     loss: torch.Tensor
     aux: Any  #: as loss_fn returned it, detached; None if it returned the loss alone
-    aux_form: Any  #: the same with an `AuxSlot` for every tensor
+    aux_form: Any  #: the same with an `AuxSlot` for every tensor and traced number
     has_aux: bool
     grad_norm: torch.Tensor | None
     trace: Trace | None = field(default=None, kw_only=True)  #: of numbers that the step only computed with
@@ -198,6 +212,7 @@ def _attempt(
     batch = tensors_of((args, kwargs))
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
+        stack.enter_context(uncompiled())
         log = stack.enter_context(recording()) if recording is not None else None
         own = stack.enter_context(watching(next((p.device for p in subject.parameters), torch.device("cpu"))))
         recorder = Recorder(
@@ -210,6 +225,7 @@ def _attempt(
             held=_Attributes(subject.model).tensors,
             own=own,
             onlooker=onlooker,
+            modules={id(module): path for path, module in subject.model.named_modules()},
         )
         on_abort(recorder.rewind_)
         try:
@@ -232,6 +248,7 @@ def _attempt(
         return Kin(before, assumptions, assumptions.places(), seen)
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
+    got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen)))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 
@@ -383,7 +400,9 @@ def _finish(
     assumptions.hold_(before, list(program.externals.values()))
     aux = map_tensors(ran.aux, lambda t: t.detach())
     counter = iter(range(len(aux_tensors)))
-    form = map_tensors(aux, lambda _: AuxSlot(next(counter)))
+    numbered = map_leaves(aux, TracedNumber, lambda number: AuxNumber(0, number.read))
+    form = map_tensors(numbered, lambda _: AuxSlot(next(counter)))
+    aux = map_leaves(aux, TracedNumber, lambda number: number.read())
     return Capture(
         program,
         assumptions,
@@ -396,7 +415,7 @@ def _finish(
         recorder.statistics,
         Aside(tuple(ran.foreign), subject.derived),
         tuple(holder for holder, _ in made),
-        tuple(_notes(ran.foreign)),
+        (*_notes(ran.foreign), *_frozen_notes(subject, grads)),
         recorder.random_ends,
         kin,
     )
@@ -408,6 +427,17 @@ def _notes(foreign: Mapping[torch.nn.Parameter, str]) -> Iterator[str]:
             f"the loss depends on {len(foreign)} parameters of other modules ({next(iter(foreign.values()))}, ...), "
             f"which this step does not train: their gradients are not computed, and their .grad is left as it is. "
             f"Eager would add to it what zero_grad() throws away before those modules are trained"
+        )
+
+
+def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterator[str]:
+    """LoRA and the like: what the frozen part would take, and does not."""
+    frozen = [p for p in subject.parameters if not p.requires_grad]
+    if frozen and grads:
+        taken, spared = (sum(t.nbytes for t in tensors) / 2**20 for tensors in (grads.values(), frozen))
+        yield (
+            f"gradients take {taken:.2f} MiB: {len(grads)} of {len(subject.parameters)} parameters have one; the "
+            f"{len(frozen)} that are frozen ({spared:.2f} MiB) have none, not even inside of the backward"
         )
 
 

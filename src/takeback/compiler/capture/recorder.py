@@ -53,12 +53,14 @@ class Recorder(TorchDispatchMode):
         held: Callable[[], Iterable[torch.Tensor]] = tuple,
         own: OwnThread | None = None,
         onlooker: Onlooker | None = None,
+        modules: Mapping[int, str] | None = None,
     ) -> None:
-        """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code."""
+        """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code.
+        `modules`: the paths of the model's modules, by id."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
-        self._sites = Sites()
+        self._sites = Sites(modules)
         self.table = BufferTable(known, batch, reachable=reachable, addresses=log is not None, at=self._sites.at)
         self._undo = Undo(self.table, held, self._sites.at)
         self._log = log

@@ -64,6 +64,13 @@ def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None
             "the model is wrapped in DistributedDataParallel, which averages gradients where no recorder sees it, so a "
             "replay would not. Pass the module inside it (model.module), and the process group as group=."
         )
+    sharded = next((m for m in model.modules() if _is_sharded(m)), None)
+    if sharded is not None:
+        raise CaptureError(
+            f"the model is sharded ({type(sharded).__name__}): FSDP gathers and frees its parameters, and averages its "
+            f"gradients, by hooks that a replay would not run. Where a rank can hold the whole model, pass the plain "
+            f"one and the process group as group=; else train it in eager."
+        )
     known = {id(p) for p in model.parameters()}
     groups = [group for member in optimizers.members for group in member.param_groups]
     for g, group in enumerate(groups):
@@ -81,6 +88,14 @@ def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None
     if devices and device_of(model).type not in ("cpu", "cuda"):
         raise CaptureError(f"mode 'exact' runs on the CPU and on CUDA in this version; the model is on {devices[0]}.")
     return optimizers
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    """By FullyShardedDataParallel or fully_shard; by name, for to import them takes a second."""
+    return any(
+        kind.__name__ in ("FullyShardedDataParallel", "FSDPModule") and kind.__module__.startswith("torch.distributed")
+        for kind in type(module).__mro__
+    )
 
 
 def _placed(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -16,9 +16,16 @@ from pathlib import Path
 import torch
 
 from takeback.compiler.explain.text import WIDTH, clean, heading, show_bytes, show_count, show_share, wrapped
+from takeback.compiler.ownership.eager_peak import eager_peak
+from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
+from takeback.compiler.passes.draft import Home
+from takeback.compiler.passes.pipeline import search_of
 from takeback.compiler.passes.rebuildable import stand_in
-from takeback.compiler.passes.recompute import Point
-from takeback.compiler.program import Op, Program
+from takeback.compiler.passes.recompute import LEVELS, Point
+from takeback.compiler.planning import AUTO_SHARE, settings_for
+from takeback.compiler.program import BufferId, Op, Program
+from takeback.options import Options
 
 ROWS, COLUMNS = 11, 60
 """The size of the picture in characters, without its axes."""
@@ -76,6 +83,37 @@ class Frontier:
         target = Path(path)
         target.write_text(as_html(self), encoding="utf-8")
         return target
+
+
+def find_frontier(
+    program: Program,
+    kept: frozenset[BufferId],
+    options: Options,
+    seconds: Callable[[Op], float],
+    *,
+    home: Home = Home.ARENA,
+    levels: int = LEVELS,
+    progress: Callable[[str], None] | None = None,
+) -> Frontier:
+    """Of a finished step, for each setting of `memory=`; `levels`: how many peaks are solved for. The guard `solve_s`
+    holds for the curve, and once more for what "auto" would choose."""
+    say = progress or (lambda text: None)
+    say("listing what could be rebuilt")
+    share = AUTO_SHARE.get(program.device_type, 0.0)
+    told = settings_for(program, options, seconds, home=home, progress=lambda text: say(f"auto: {text}"))
+    auto = search_of(program, kept, told).lowest(share)
+    search = search_of(program, kept, settings_for(program, options, seconds, home=home, progress=say))
+    return build_frontier(
+        search.frontier(levels),
+        auto,
+        search.draft.program,
+        step_s=search.step_s,
+        seconds=seconds,
+        eager_bytes=eager_peak(program).transient_bytes,
+        resident_bytes=resident_bytes(program),
+        undo_bytes=undo_bytes(program),
+        kept_grad_bytes=grad_bytes(program) if options.keep_grads else 0,
+    )
 
 
 def build_frontier(

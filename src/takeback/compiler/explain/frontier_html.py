@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from takeback.compiler.explain.frontier import NOTHING, Frontier, Tradeoff, share_ticks, show_kinds, show_seconds
-from takeback.compiler.explain.html import CURVE_HEIGHT, LEFT, RIGHT, WIDTH, Axes, cards, page, section, table, text_of
+from takeback.compiler.explain.page import CURVE_HEIGHT, LEFT, RIGHT, WIDTH, Axes, cards, page, section, table, text_of
 from takeback.compiler.explain.text import show_bytes, show_count, show_share
 
 HEIGHT = CURVE_HEIGHT + 140
@@ -14,7 +14,7 @@ ROOM = 1.06
 def as_html(frontier: Frontier) -> str:
     parts = [
         _cards(frontier),
-        section("Peak above resident against added time", _curve(frontier), _lead(frontier)),
+        section("Peak above resident against added time", curve_of(frontier), lead_of(frontier)),
         section("Points", _points(frontier), "<p>What to ask for, and what the step then comes to, predicted.</p>"),
     ]
     return page("takeback frontier", f"peak against time, torch {frontier.torch_version}", parts)
@@ -39,7 +39,7 @@ def _cards(frontier: Frontier) -> str:
     )
 
 
-def _lead(frontier: Frontier) -> str:
+def lead_of(frontier: Frontier) -> str:
     if len(frontier.points) == 1:
         return f"<p>{text_of(NOTHING)}</p>"
     return (
@@ -48,7 +48,7 @@ def _lead(frontier: Frontier) -> str:
     )
 
 
-def _curve(frontier: Frontier) -> str:
+def curve_of(frontier: Frontier) -> str:
     resident = frontier.resident_bytes
     eager = frontier.eager_peak_bytes - resident
     most = max(max(t.added_share for t in frontier.rows), 1e-3) * ROOM

@@ -25,6 +25,12 @@ class Fate(enum.StrEnum):
     PASSED = "passed"
 
 
+ACTIVATION, GRADIENT, BACKWARD, UPDATE, SCRATCH = "activation", "gradient", "backward", "update", "scratch"
+PARTS = (GRADIENT, ACTIVATION, BACKWARD, UPDATE, SCRATCH)
+"""What a value of the step can be of: the gradient of a parameter, something that the forward made, something else that
+the backward made, something of the update, bytes that an op took for itself."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One value: its size, its fate, the op that made it, the user's line, the reason, its place and lifetime."""
@@ -39,6 +45,8 @@ class Entry:
     start: int | None = None
     end: int | None = None
     owner: str = ""  #: whose bytes these are in the end: what has the same owner takes the same bytes
+    module: str = ""  #: the path of the module that made it: `layers.3.mlp.up_proj`; "" outside of submodules
+    part: str = ""  #: of what it is: one of `PARTS`
 
 
 def ledger(layout: Layout) -> tuple[Entry, ...]:
@@ -48,6 +56,13 @@ def ledger(layout: Layout) -> tuple[Entry, ...]:
 
 def _line(op: Op) -> str:
     return str(op.site) if op.site else ""
+
+
+def _module(op: Op) -> str:
+    return op.site.module if op.site else ""
+
+
+_PART = {Phase.FORWARD: ACTIVATION, Phase.BACKWARD: BACKWARD, Phase.UPDATE: UPDATE}
 
 
 def _moved(layout: Layout) -> Iterator[Entry]:
@@ -100,6 +115,8 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 life.start,
                 life.end,
                 f"%{layout.owners[buffer]}",
+                _module(op),
+                GRADIENT if buffer in grads else _PART[op.phase],
             )
         yield from _scratch(layout, position)
 
@@ -119,9 +136,8 @@ def _scratch(layout: Layout, position: int) -> Iterator[Entry]:
         else:
             where = f"scratch {number} of op {position}"
             reason = "taken inside the op"
-            yield Entry(
-                "scratch", size, Fate.SCRATCH, op.name, _line(op), reason, offset, position, position + 1, where
-            )
+            place = (offset, position, position + 1, where)
+            yield Entry("scratch", size, Fate.SCRATCH, op.name, _line(op), reason, *place, _module(op), SCRATCH)
 
 
 def _copy_reason(op: Op, refused: str | None) -> str:

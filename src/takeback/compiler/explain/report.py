@@ -6,14 +6,16 @@ Built from a layout and the recorded program, measured or predicted alike. All b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from takeback.compiler.capture.finish import OwnStep
+from takeback.compiler.explain.advice import Advice
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
 from takeback.compiler.explain.plans import PlanAccount, above_resident, copied_grad_bytes, resident_of
 from takeback.compiler.layout import Layout, asks_for_results
@@ -23,6 +25,7 @@ from takeback.compiler.passes.draft import Refusal
 from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.execution import Counters, Execution
 from takeback.compiler.run.proof import Skipped
+from takeback.options import Options
 
 
 @dataclass(frozen=True)
@@ -69,16 +72,28 @@ class Report:
     has_arena: bool = True  #: False where the device's own allocator places: `arena_bytes` is what is alive at the peak
     plans: tuple[PlanAccount, ...] = ()  #: all that the step has, the one that this is the report of first
     loading_s: float = 0.0  #: compiling and loading native code, when the step was made
+    title: str = ""  #: the model, its batch, the options and the device
+    update_at: int | None = None  #: the op of the plan with which the optimizer's tail begins
+    eager_update_at: int | None = None  #: the same in eager's curve
     torch_version: str = torch.__version__
+    advisor: Callable[[], Advice] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         from takeback.compiler.explain.text import as_text
 
         return as_text(self)
 
+    @functools.cached_property
+    def advice(self) -> Advice:
+        """What can be done about the peak, with what it would save and cost; found when it is first asked for, which
+        may take as long as making the plan did."""
+        return self.advisor() if self.advisor is not None else Advice()
+
     def to_json(self) -> str:
         """Everything as JSON text."""
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(dataclasses.replace(self, advisor=None))
+        del data["advisor"]
+        data["tips"] = [dataclasses.asdict(tip) for tip in self.advice.tips]
         for refusal in data["refusals"]:
             site = refusal.pop("site")
             refusal["line"] = f"{site['file']}:{site['line']}" if site else ""
@@ -108,12 +123,14 @@ def build_report(
     state_bytes: int = 0,
     plans: Sequence[PlanAccount] = (),
     loading_s: float = 0.0,
+    title: str = "",
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
     `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
-    `plans`: all of the step's, this one first. `loading_s`: what native code took, once."""
+    `plans`: all of the step's, this one first. `loading_s`: what native code took, once. `title`: what the report is
+    of."""
     program = layout.draft.program
     resident = resident_of(layout, state_bytes)
     total = sum(resident.values())
@@ -149,7 +166,30 @@ def build_report(
         has_arena=layout.arena is not None,
         plans=tuple(plans),
         loading_s=loading_s,
+        title=title,
+        update_at=_update_at(program),
+        eager_update_at=_update_at(original),
     )
+
+
+def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device) -> str:
+    """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of."""
+    usual = Options()
+    names = ("memory", "mode", "update", "accumulate", "clip_norm", "keep_grads")
+    settings = [(name, getattr(options, name)) for name in names]
+    said = [f"{name}={_shown(v)}" for name, v in settings if name == "memory" or v != getattr(usual, name)]
+    said += [f"{name}=..." for name in ("scaler", "group") if getattr(options, name) is not None]
+    return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}"
+
+
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _update_at(program: Program) -> int | None:
+    """The op after which there are only those of the update; None if there is no such tail."""
+    last = max((i for i, op in enumerate(program.ops) if op.phase is not Phase.UPDATE), default=-1)
+    return last + 1 if last + 1 < len(program.ops) else None
 
 
 def _allocations(layout: Layout, entries: Sequence[Entry], execution: Execution, measured: Measured | None) -> int:

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from takeback.compiler.explain.advice import OF_PEAK, Tip
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.report import Report
 from takeback.compiler.ownership.facts import Refused
@@ -47,7 +48,10 @@ class ByReason:
 
 def as_text(report: Report) -> str:
     sections = [
+        wrapped(clean(report.title), "", "") if report.title else [],
         _headline(report),
+        _composition(report),
+        _advice(report),
         _plans(report),
         _fates(report),
         _at_peak(report),
@@ -276,6 +280,50 @@ def _allocations(report: Report) -> str:
     return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
 
 
+def _composition(report: Report) -> list[str]:
+    from takeback.compiler.explain.composition import composition
+
+    parts = composition(report)
+    if not parts:
+        return []
+    most = max(part.size_bytes for part in parts)
+    lines = [heading("What makes the peak")]
+    for part in parts:
+        share = 100 * part.size_bytes / report.peak_bytes
+        bar = "#" * max(round(20 * part.size_bytes / most), 1)
+        lines.append(f"{_cut(part.label, 40):<40}{show_bytes(part.size_bytes):>12}{share:>4.0f} %  {bar}")
+    return lines
+
+
+def _advice(report: Report) -> list[str]:
+    if report.advisor is None:
+        return []
+    lines = [heading("What you can do")]
+    if "advice" not in vars(report):
+        return [*lines, *wrapped(ASK, "", "")]
+    tips = report.advice.tips
+    if not tips:
+        return [*lines, *wrapped(NO_TIP, "", "")]
+    for tip in tips:
+        lines.append(f"{_cut(tip.do, 28):<28}{promise(tip)}")
+        lines += wrapped(clean(tip.why), "    ", "    ")
+    return lines
+
+
+def promise(tip: Tip) -> str:
+    """`-3.10 GiB of the peak, for 4.1 % more time`."""
+    saved = f"-{show_bytes(tip.saves_bytes)} {'of the peak' if tip.of == OF_PEAK else tip.of}"
+    if tip.added_share is None:
+        return saved
+    more = round(100 * tip.added_share, 1)
+    cost = "for no more time" if not more else f"for {abs(more):.1f} % {'more' if more > 0 else 'less'} time"
+    return f"{saved}, {cost}"
+
+
+ASK = "report.advice, or takeback explain, plans other settings and says what each would save and cost."
+NO_TIP = "No other setting was found that would lower the peak by more than a percent."
+
+
 def _plans(report: Report) -> list[str]:
     if not report.plans:
         return []
@@ -300,10 +348,12 @@ def _at_peak(report: Report) -> list[str]:
     if not owners:
         return []
     shown = owners[:LARGEST]
-    rows = [(e.value, e.op, short_line(e.line) or "-", e.fate.value, show_bytes(e.size_bytes)) for e in shown]
-    header = ("value", "op", "line", "fate", "bytes")
+    rows = [
+        (e.value, e.op, e.module or short_line(e.line) or "-", e.fate.value, show_bytes(e.size_bytes)) for e in shown
+    ]
+    header = ("value", "op", "module or line", "fate", "bytes")
     lines = [heading(f"Largest values at the peak (op {peak_position(report)} of {report.ops})")]
-    lines += _columns([header, *rows], most=(12, 23, 16, 11, 10))
+    lines += _columns([header, *rows], most=(8, 18, 24, 11, 10))
     if len(owners) > len(shown):
         rest = sum(e.size_bytes for e in owners[len(shown) :])
         lines.append(f"and {len(owners) - len(shown):,} smaller ones: {show_bytes(rest)}")

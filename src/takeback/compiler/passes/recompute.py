@@ -30,7 +30,7 @@ from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, S
 from takeback.compiler.program import BufferId, Op
 
 _GROUPS = 4  #: copies of a repeated block are decided on in so many groups
-_LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
+LEVELS = 12  #: peaks that a frontier is solved for, from the lowest to that without rebuilding
 _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
 #: How far one run of the solver goes (plan/rebuild_solve.py): the root node with its cuts and heuristics takes 30 to 50
 #: visits on the models of the zoo, and what comes after it hardly pays with more than a few hundred unknowns.
@@ -221,7 +221,7 @@ class Search:
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
         self._lowest: dict[float | None, _LowestFound] = {}
-        self._frontier: tuple[Point, ...] | None = None
+        self._frontiers: dict[int, tuple[Point, ...]] = {}
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -283,21 +283,21 @@ class Search:
         gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
         return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
-    def frontier(self) -> tuple[Point, ...]:
+    def frontier(self, levels: int = LEVELS) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The
         same program has the same frontier whatever is asked of it, so a larger budget never costs more time."""
-        if self._frontier is None:
-            self._frontier = self._find_frontier()
-        return self._frontier
+        if levels not in self._frontiers:
+            self._frontiers[levels] = self._find_frontier(levels)
+        return self._frontiers[levels]
 
-    def _find_frontier(self) -> tuple[Point, ...]:
+    def _find_frontier(self, levels: int) -> tuple[Point, ...]:
         lowest = self._find(None)
         end, start, solver = lowest.point, lowest.answer, lowest.solver
         points = [self.keep, end]
         top, bottom = self.keep.peak_bytes, end.peak_bytes
-        for level in range(1, _LEVELS if end is not self.keep else 1):
-            target = bottom + (top - bottom) * level // _LEVELS
-            self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {_LEVELS - 1})")
+        for level in range(1, levels if end is not self.keep else 1):
+            target = bottom + (top - bottom) * level // levels
+            self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {levels - 1})")
             found = self._run(functools.partial(solver.lowest_cost, target, start=start), _LEVEL_VISITS)
             if not found.proved and not found.struck:
                 self._notes[_UNPROVED_LEVEL] = None

@@ -15,6 +15,7 @@ import torch
 from takeback.compiler.capture.batch import cut
 from takeback.compiler.capture.loss import split_loss
 from takeback.compiler.capture.optimizers import Optimizers, optimizers_of
+from takeback.compiler.capture.uncompiled import uncompiled
 
 
 class Scaler(Protocol):
@@ -74,8 +75,7 @@ class Recipe:
         parts: list[Any] = []
         has_aux = False
         for index in range(parted.count):
-            args, kwargs = parted.part(batch, index)
-            loss, aux, has_aux = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            loss, aux, has_aux = self._loss(parted.part(batch, index))
             parts.append(aux)
             loss = parted.weigh(loss, index)
             if begin_ is not None:
@@ -91,12 +91,16 @@ class Recipe:
         parted = cut(batch, self.accumulate)
         total: torch.Tensor | None = None
         for index in range(parted.count):
-            args, kwargs = parted.part(batch, index)
-            loss, _, _ = split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
+            loss, _, _ = self._loss(parted.part(batch, index))
             part = parted.weigh(loss.detach(), index)
             total = part if total is None else total + part
         assert total is not None
         return total
+
+    def _loss(self, batch: Batch) -> tuple[torch.Tensor, Any, bool]:
+        args, kwargs = batch
+        with uncompiled():
+            return split_loss(self.loss_fn(self.model, *args, **kwargs), self.loss_fn)
 
     def update_(self) -> torch.Tensor | None:
         """What comes after `backward_(batch, self.scaler)`: clips, takes the optimizers' step, updates the scale. The

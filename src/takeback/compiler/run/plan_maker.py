@@ -22,7 +22,6 @@ from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
-from takeback.compiler.collector import collector_paused
 from takeback.compiler.layout import Layout, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
@@ -36,6 +35,7 @@ from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group

@@ -42,7 +42,8 @@ def given_results(
     executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool, held: Sequence[torch.Tensor]
 ) -> Results:
     """Loss and aux of a replay, before the executor lets go of them: copies of what is the plan's, the very bytes of
-    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor; `held` take the values of the last."""
+    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew;
+    `held` take the values of the last."""
     program = executor.program
 
     def returned(region: Region) -> torch.Tensor:
@@ -53,7 +54,7 @@ def given_results(
     aux = [returned(r) for r in program.aux[: len(program.aux) - len(held)]]
     for holder, value in zip(held, program.aux[len(aux) :], strict=True):
         holder.copy_(executor.tensor(value, leaves))
-    form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: aux[slot.index]))
+    form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: slot.value(aux)))
     return Results(loss, form, has_aux, None)
 
 

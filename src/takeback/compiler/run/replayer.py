@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from takeback.compiler.collector import collector_paused
 from takeback.compiler.layout import compute_alike
 from takeback.compiler.run.checked_replay import CheckedReplay
+from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch
 from takeback.compiler.run.microbatch import MicrobatchBesideEager, replay_microbatch
 from takeback.compiler.run.pending import Microbatch

@@ -1,0 +1,83 @@
+"""A report and what its plan was made of come in; `Advice` goes out. Nothing of the user's is run: what another setting
+would come to is planned, not tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from takeback.compiler.explain.advice import OF_COPIES, OF_PEAK, Advice, Tip
+from takeback.compiler.explain.frontier import Frontier, find_frontier
+from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.report import Report
+from takeback.compiler.explain.text import short_line
+from takeback.compiler.passes.draft import Home
+from takeback.compiler.program import BufferId, Op, Program
+from takeback.options import Options
+
+LEAST_SHARE = 0.01  #: of the peak, or of what is copied: less is not worth a tip
+MOST_COPIES = 3
+_LEVELS = 6  #: of the frontier: enough to choose from, in half the time
+
+WhatIf = Callable[[Report], Iterable[Tip]]
+"""Another setting, planned: the tips that come of it for a report."""
+
+
+@dataclass(frozen=True)
+class AdvisedStep:
+    """What advice is found from. `others`: what else can be tried, besides `memory=`."""
+
+    program: Program  #: finished, before the passes
+    kept: frozenset[BufferId]
+    options: Options
+    seconds: Callable[[Op], float]
+    home: Home = Home.ARENA
+    others: tuple[WhatIf, ...] = ()
+
+    def advised(self, report: Report, progress: Callable[[str], None] | None = None) -> Report:
+        """The report, with advice where it is asked for."""
+        return replace(report, advisor=lambda: self._advice(report, progress))
+
+    def _advice(self, report: Report, progress: Callable[[str], None] | None) -> Advice:
+        frontier = find_frontier(self.program, self.kept, self.options, self.seconds, home=self.home, progress=progress)
+        tips = [*_less_memory(report, frontier, self.options), *(t for other in self.others for t in other(report))]
+        tips.sort(key=lambda tip: (-tip.saves_bytes, tip.do))
+        return Advice((*tips, *_copies(report)), frontier)
+
+
+def peak_tip(report: Report, do: str, peak_bytes: int, added_s: float | None, why: str) -> Iterator[Tip]:
+    """One tip, if a setting lowers the peak by more than a little. `added_s`: that it takes besides the step without
+    rebuilding; None if it is not known."""
+    saves = report.peak_bytes - peak_bytes
+    if saves > LEAST_SHARE * report.peak_bytes:
+        added = None if added_s is None or not report.step_s else (added_s - report.added_s) / report.step_s
+        yield Tip(do, saves, OF_PEAK, added, why)
+
+
+def _less_memory(report: Report, frontier: Frontier, options: Options) -> Iterator[Tip]:
+    """The lowest peak, and the cheapest one that saves at least half as much."""
+    lower = [t for t in frontier.points if t.peak_bytes < report.peak_bytes and t.memory != options.memory]
+    if not lower:
+        return
+    lowest = lower[-1]
+    half = report.peak_bytes - (report.peak_bytes - lowest.peak_bytes) // 2
+    middle = next(t for t in lower if t.peak_bytes <= half)
+    for chosen in dict.fromkeys((middle.memory, lowest.memory)):
+        tradeoff = next(t for t in lower if t.memory == chosen)
+        why = f"runs {tradeoff.rebuilt_ops:,} ops again in the backward instead of keeping what they gave"
+        yield from peak_tip(report, f'memory="{chosen}"', tradeoff.peak_bytes, tradeoff.added_s, why)
+
+
+def _copies(report: Report) -> Iterator[Tip]:
+    """The lines of the user's that copy most."""
+    lines: dict[str, list[Entry]] = {}
+    for entry in report.ledger:
+        if entry.fate is Fate.COPIED and entry.line:
+            lines.setdefault(entry.line, []).append(entry)
+    sizes = {line: sum(e.size_bytes for e in entries) for line, entries in lines.items()}
+    least = LEAST_SHARE * (report.peak_bytes - report.resident_bytes)
+    for line in sorted(lines, key=lambda line: (-sizes[line], line))[:MOST_COPIES]:
+        if sizes[line] > least:
+            first = lines[line][0]
+            yield Tip(short_line(line), sizes[line], OF_COPIES, None, f"{first.op}: {first.reason}")

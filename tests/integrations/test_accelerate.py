@@ -1,0 +1,94 @@
+"""A compiled step in an Accelerate loop gives what backward(), clip_grad_norm_() and step() give, bit for bit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes are started is shared with its tests
+
+from accelerate_twins import build, forget, loss_fn, train_both
+from ranks import FINE, run_ranks
+
+from takeback.errors import CaptureError, OptionError
+from takeback.integrations.accelerate import compile_step
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("_forgets", "short_search")]
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def _forgets() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.random.fork_rng(devices=[]):
+        yield
+    forget()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}, id="accumulated-in-bf16"),
+        pytest.param({"gradient_accumulation_steps": 3}, id="accumulated", marks=slow),
+        pytest.param({"mixed_precision": "bf16", "clips": False}, id="bf16", marks=slow),
+        pytest.param({"gradient_accumulation_steps": 2, "rows": 36}, id="uneven", marks=slow),
+    ],
+)
+def test_a_loop_is_stocks(settings: dict[str, Any]) -> None:
+    step = train_both(**settings)
+    assert not [note for note in step.report().notes if "not part of the plan" in note]
+
+
+def scaling(**settings: Any) -> Any:
+    """Accelerate refuses fp16 on the CPU, so it is told afterwards. The first scales are too large."""
+    accelerator = accelerate.Accelerator(**settings)
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=3)
+    return accelerator
+
+
+@pytest.mark.parametrize("each", [1, pytest.param(2, marks=slow)])
+def test_the_scaler_skips_updates_and_schedulers_as_in_stock(each: int) -> None:
+    step = train_both(make=scaling, gradient_accumulation_steps=each)
+    scaler = step.compiled.options.scaler
+    assert scaler is not None
+    assert 0 < scaler.get_scale() < 2.0**19
+
+
+def test_what_the_accelerator_says_is_no_option() -> None:
+    model = build()
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(OptionError, match="gradient_accumulation_steps"):
+        compile_step(accelerator, model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
+def test_sharded_parameters_are_refused(kind: str) -> None:
+    model = build()
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
+    with pytest.raises(CaptureError, match=f"of type {kind}.*alone or with DDP"):
+        compile_step(accelerator, model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:
+    for name, said in run_ranks(2, "accelerate_ranks", ["ddp"], tmp_path).items():
+        assert said == [FINE, FINE], f"{name}: {said}"
+
+
+@slow
+def test_under_torchrun() -> None:
+    script = Path(__file__).parent / "accelerate_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout.count("the same") == 2, done.stdout + done.stderr
