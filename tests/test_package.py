@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -101,8 +102,11 @@ def data_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    pip = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    folder, tree = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("tree")
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a copy: what an older build left behind is not in it
+        shutil.copy(ROOT / name, tree / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--wheel-dir", str(folder), str(tree)]
     subprocess.run(pip, check=True, capture_output=True)
     [found] = folder.glob("*.whl")
     return found
@@ -140,7 +144,7 @@ def test_examples_of_the_documentation_run_from_the_wheel(installed: Path, tmp_p
     tests = tmp_path / "tests"
     for folder in ("docs", "benchmarks", "src"):
         (tmp_path / folder).symlink_to(ROOT / folder)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     tests.mkdir()
     (tests / "test_docs.py").write_text((ROOT / "tests" / "test_docs.py").read_text())
