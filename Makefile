@@ -9,14 +9,14 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 # Tests run in two processes, and most of their models are tiny: a second thread would only wake up and wait. Tests of
 # what threads do set their own number.
-pytest test-all faults: export OMP_NUM_THREADS ?= 1
+pytest test-all faults trust: export OMP_NUM_THREADS ?= 1
 # Modules are compiled when they are first imported: pip would compile thousands that nobody imports. Where an environment
 # forbids to keep the result, each process would do so anew.
 demo pytest test-all: export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types pytest faults bench docs wheel clean
+.PHONY: demo test test-all lint types pytest faults trust audit bench docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/takeback demo
@@ -40,6 +40,17 @@ pytest: $(STAMP)
 # Plants each fault of tests/faults/faults.py and demands that the tests of `make test` catch it.
 faults: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py
+
+# The long runs, which take about an hour: docs/trust.md says what came of the last ones.
+trust: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python tests/mutation/run_mutations.py --json benchmarks/results/mutations.json
+	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
+	$(BIN)/python benchmarks/trust.py
+
+# Known vulnerabilities of what is installed here. It asks a server, so it is not part of `make test`.
+audit: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --local --skip-editable
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py

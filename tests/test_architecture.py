@@ -19,7 +19,20 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
 # A part is a folder or a file directly below src/takeback or src/takeback/compiler. "__init__" is the package itself,
 # which exports the compiler: to import it from a part is to import everything.
-STAGES = ("program", "schema", "capture", "ownership", "form", "passes", "plan", "layout", "planning", "run", "explain")
+STAGES = (
+    "program",
+    "schema",
+    "capture",
+    "ownership",
+    "form",
+    "passes",
+    "plan",
+    "effects",
+    "layout",
+    "planning",
+    "run",
+    "explain",
+)
 TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
@@ -35,7 +48,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "form": frozenset({"program", "schema", "ownership"}),
     "passes": frozenset({"program", "schema", "capture", "ownership", "form", "plan"}),
     "plan": frozenset(),
-    "layout": frozenset({"program", "schema", "capture", "ownership", "passes", "plan"}),
+    "effects": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
+    "layout": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "effects"}),
     "planning": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
     "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout", "planning"}),
     "explain": frozenset(STAGES),

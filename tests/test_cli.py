@@ -69,6 +69,12 @@ def test_each_command_has_a_help_text(command: str) -> None:
     assert command in run("--help").stdout
 
 
+@pytest.mark.parametrize("command", ["explain", "fit", "bench", "check", "hazards"])
+def test_help_says_that_the_users_code_is_run(command: str) -> None:
+    text = " ".join(run(command, "--help").stdout.replace("│", " ").split())
+    assert "It runs that code, with your rights" in text
+
+
 def test_version() -> None:
     assert run("--version").stdout.strip() == f"takeback {__version__}"
 

@@ -74,15 +74,18 @@ app = typer.Typer(
 TARGET_HELP = (
     "A model of the zoo (gpt, gpt/small, zoo:resnet/full), or file.py:function or package.module:function, where "
 )
+RUNS_CODE = "It runs that code, with your rights: give it none that you would not run yourself."
 TargetArgument = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help=f"{TARGET_HELP}function() returns (model, loss_fn, optimizer, batch)."),
+    typer.Argument(
+        metavar="TARGET", help=f"{TARGET_HELP}function() returns (model, loss_fn, optimizer, batch). {RUNS_CODE}"
+    ),
 ]
 MakerArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help=f"{TARGET_HELP}function(n) returns (model, loss_fn, optimizer, batch) with a batch of n.",
+        help=f"{TARGET_HELP}function(n) returns (model, loss_fn, optimizer, batch) with a batch of n. {RUNS_CODE}",
     ),
 ]
 
@@ -302,7 +305,9 @@ def bench(
 
 @app.command(cls=_Command, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def check(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script; it is run as `python SCRIPT`.")],
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help=f"A training script; it is run as `python SCRIPT`. {RUNS_CODE}")
+    ],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own arguments.")
     ] = None,
@@ -357,7 +362,7 @@ def hazards(
         typer.Argument(
             metavar="TARGET",
             help="package.module:factory or file.py:factory, where factory() returns a takeback.hazards.OpUnderTest or "
-            "a list of them.",
+            f"a list of them. {RUNS_CODE}",
         ),
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", metavar=FLAG, help="Show the hazards, and run none.")] = False,

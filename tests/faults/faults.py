@@ -37,6 +37,50 @@ def problem_of(fault: PlantedFault) -> str | None:
 
 FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
+        "borrow check: what the caller gets is not looked at after the last op",
+        "compiler/effects.py",
+        "survivors = tuple(access(b, end - 1) for b in last)",
+        "survivors = ()",
+        (
+            "tests/test_effects.py::test_value_on_what_the_caller_gets_is_found_though_no_op_reads_that_again",
+            "tests/mutation/test_mutations.py::test_no_harmful_fault_is_accepted[shortened lifetime]",
+        ),
+    ),
+    PlantedFault(
+        "borrow check: whatever overwriting the plan declares is allowed",
+        "compiler/effects.py",
+        "if onto is not None and may_write_onto(op, b, placement.buffer, program.buffers):",
+        "if onto is not None:",
+        (
+            "tests/test_effects.py::test_product_on_its_own_operand_is_found_whatever_the_plan_says",
+            "tests/mutation/test_mutations.py::test_no_harmful_fault_is_accepted[overwritten while it is read]",
+        ),
+    ),
+    PlantedFault(
+        "borrow check: the slices of a bucket may lie in any order",
+        "compiler/effects.py",
+        "if arena.offsets[region.buffer] != at:",
+        "if arena.offsets[region.buffer] < 0:",
+        ("tests/test_effects.py::test_slices_that_have_changed_places_are_found",),
+    ),
+    PlantedFault(
+        "borrow check: random numbers are the same whenever they are drawn",
+        "compiler/ownership/symbol_walk.py",
+        'self.random[_generator(generator)] = self._table.of("after", made)',
+        "pass",
+        (
+            "tests/ownership/test_meaning.py::test_random_op_that_is_rebuilt_is_found",
+            "tests/mutation/test_mutations.py::test_no_harmful_fault_is_accepted[rebuilt random op]",
+        ),
+    ),
+    PlantedFault(
+        "passes: nobody asks whether the program still means what was recorded",
+        "compiler/passes/pipeline.py",
+        "    check_meaning(program, draft.program, kept, draft.kept)\n",
+        "",
+        ("tests/ownership/test_meaning.py::test_pass_that_changes_the_meaning_is_found_after_the_last_one",),
+    ),
+    PlantedFault(
         "integrations: the loss of a microbatch is not divided by their number",
         "integrations/transformers/stepping.py",
         "return loss if scaled else loss / self._parts",

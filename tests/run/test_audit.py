@@ -4,6 +4,7 @@ finds every name that is dropped too early, too late, or stands for the wrong by
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.nn import functional as F
 import takeback as tb
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Home, PassSettings, run_passes
-from takeback.compiler.program import Program
+from takeback.compiler.passes.draft import Overwrites
+from takeback.compiler.program import Program, Region
 from takeback.compiler.run.allocator_code import AllocatorCode, generate_for_allocator
 from takeback.compiler.run.audit import audit
 from takeback.errors import BorrowError
@@ -119,3 +121,18 @@ def test_what_the_caller_gets_must_still_be_there(written: tuple[AllocatorCode, 
     assert text.startswith("return [v")
     with pytest.raises(BorrowError, match="the step was to end with"):
         audit([*lines, (position, "return []")], code.claims, layout)
+
+
+def test_product_onto_its_own_operand_is_found_whatever_the_plan_says(written: tuple[AllocatorCode, Layout]) -> None:
+    draft = written[1].draft
+    found = 0
+    for position, op in enumerate(draft.program.ops):
+        result = op.results[0] if op.results else None
+        for operand in op.inputs if op.name == "mm" else ():
+            if operand.buffer in written[1].alive and written[1].alive[operand.buffer].end == position + 1:
+                assert isinstance(result, Region)
+                placements = {**draft.placements, result.buffer: Overwrites(operand.buffer, position)}
+                with pytest.raises(BorrowError, match="as it reads it"):
+                    generate_for_allocator(lay_out(replace(draft, placements=placements)))
+                found += 1
+    assert found

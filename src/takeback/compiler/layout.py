@@ -18,8 +18,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from takeback import native
+from takeback.compiler.effects import effects
 from takeback.compiler.ownership import borrow
-from takeback.compiler.ownership.facts import EMPTY
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import Lifetime, lifetimes
 from takeback.compiler.passes.draft import Draft, Fresh, Home, Overwrites, Packed, Refusal, owner_of
@@ -37,8 +37,8 @@ from takeback.compiler.plan import (
     solve_around,
     validate,
 )
-from takeback.compiler.program import BufferId, Op, Phase, Program, Region, show_op
-from takeback.errors import BorrowError, PlanError
+from takeback.compiler.program import BufferId, Op, Phase, Program, Region
+from takeback.errors import PlanError
 from takeback.options import compiler, open_cache
 
 PASS = -1  #: the offset of a request that goes to the ordinary allocator
@@ -98,6 +98,33 @@ def lay_out(
     """Decides who has which bytes when; in an arena, places them and proves it. `near` is the layout of the same
     program with a little other scratch: its offsets are kept where that makes the arena no larger. `like` is how a
     sibling of the program was placed. `known` are offsets that were found for this very program: used if they fit."""
+    layout = propose(draft, near, like, known)
+    check_layout(layout)
+    return layout
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises `PlanError` or `BorrowError` unless a layout, as it is to be run, gives every value bytes of its own as
+    long as it is read. Where there is no arena, the code is what is proved (run/audit.py)."""
+    arena = layout.arena
+    if arena is None:
+        return
+    windows, scratch = _items(layout.program, layout.kinds, layout.alive, layout.owners)
+    apart = [b for b, owner in layout.owners.items() if arena.offsets[b] != arena.offsets[owner]]
+    if apart:
+        raise PlanError(f"%{apart[0]} is to have the bytes of %{layout.owners[apart[0]]}, and lies elsewhere.")
+    answers = _inner(layout)
+    offsets = {ItemId(b): arena.offsets[b] for b in windows}
+    offsets |= {item.id: answers[key][1] for key, item in scratch.items() if key in answers}
+    problem = Problem((*windows.values(), *scratch.values()), packs=_packs(layout.draft, windows))
+    validate(problem, Solution(offsets, arena.size_bytes, arena.order))
+    borrow.check(effects(layout))
+
+
+def propose(
+    draft: Draft, near: Layout | None = None, like: PlacingOrder | None = None, known: Solution | None = None
+) -> Layout:
+    """A layout that has not been checked."""
     program = draft.program
     alive = lifetimes(program, draft.kept)
     kinds = tuple(_kinds(draft))
@@ -113,16 +140,13 @@ def lay_out(
         or _kept(draft, items, windows, scratch, near)
         or _solve(draft, items, windows, like, near)
     )
-    validate(problem, solution)
     offsets = {b: solution.offsets[ItemId(owners[b])] for b in alive}
     inner = {key: solution.offsets[item.id] for key, item in scratch.items()}
     requests = tuple(_requests(program, kinds, offsets, inner))
     bound = lower_bound_bytes(problem)
     placing = solution.placing or like
     arena = ArenaPlan(offsets, requests, solution.arena_bytes, bound, solution.order, placing, solution)
-    layout = replace(layout, draft=draft, arena=arena)
-    borrow.check(effects(layout))
-    return layout
+    return replace(layout, draft=draft, arena=arena)
 
 
 def transient_bytes(layout: Layout, kept_grad_bytes: int = 0, *, missed: int = 0) -> int:
@@ -348,68 +372,3 @@ def _ticks(ops: tuple[Op, ...]) -> list[int]:
         events = max((max(s.start, s.end or 0) + 1 for s in op.scratch), default=0)
         ticks.append(ticks[-1] + 2 + events)
     return ticks
-
-
-@dataclass(frozen=True, slots=True)
-class _Label:
-    """An op in words, which are made when they are asked for."""
-
-    op: Op
-    program: Program
-    before: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.before}{show_op(self.op, self.program.buffers)[:200]}"
-
-
-def effects(layout: Layout) -> Iterator[borrow.Effect]:
-    """What every op does to the arena's bytes: a new value for every write, its reads by the value they mean."""
-    program, arena = layout.program, layout.placed
-    version: dict[BufferId, int] = {}
-    empty = {r.buffer for op in program.ops if op.target in EMPTY for r in op.outputs}
-    count = 0
-
-    def access(buffer: BufferId) -> borrow.Access:
-        start = arena.offsets[buffer]
-        size = program.buffers[buffer].size_bytes
-        return borrow.Access(
-            version[buffer], borrow.Span(start, start + size), program.buffers[buffer].name or f"%{buffer}"
-        )
-
-    for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
-        if kind is Kind.NOTHING:
-            continue
-        mutated = set(op.mutates)
-        placed = [r.buffer for r in op.inputs if r.buffer in arena.offsets]
-        # A buffer's first write may be an op that fills it in place, and what torch.empty gave holds anything.
-        early = [b for b in placed if b not in version and b not in mutated and b not in empty]
-        if early:
-            raise BorrowError(f"{show_op(op, program.buffers)[:200]} reads %{early[0]} before anything has written it")
-        read = dict.fromkeys(b for b in placed if b in version)
-        reads = {b: access(b) for b in read}
-        written = dict.fromkeys(r.buffer for r in op.outputs if r.buffer in arena.offsets)
-        written.update(dict.fromkeys(b for b in mutated if b in arena.offsets))
-        allowed: set[tuple[int, int]] = set()
-        writes: list[borrow.Access] = []
-        for b in written:
-            before = version.get(b)
-            count += 1
-            version[b] = count
-            writes.append(access(b))
-            if b in mutated and before is not None:
-                allowed.add((count, before))
-            placement = layout.draft.placements.get(b)
-            if isinstance(placement, Overwrites) and placement.op == position:
-                allowed.add((count, reads[placement.buffer].value))
-        scratch = tuple(
-            borrow.Span(e.offset_bytes, e.offset_bytes + e.size_bytes)
-            for e in arena.requests[position]
-            if e.result is None and e.offset_bytes != PASS
-        )
-        label = _Label(op, program)
-        operands = tuple(reads.values())
-        if scratch:
-            # Scratch that is released before a result is asked for may lie where the result will: the operands must
-            # survive it, the results come after it. What overlaps in time as well is the validator's to find.
-            yield borrow.Effect(position, _Label(op, program, "scratch of "), operands, (), scratch=scratch)
-        yield borrow.Effect(position, label, operands, tuple(writes), frozenset(allowed))

@@ -156,3 +156,15 @@ def geometry_refusal(op: Op, result: Region, operand: Region, buffers: Mapping[B
         if other.buffer == operand.buffer and not other.same_place(operand):
             return Refused.OVERLAP
     return None
+
+
+def may_write_onto(op: Op, result: BufferId, operand: BufferId, buffers: Mapping[BufferId, Buffer]) -> bool:
+    """Whether the op's first result, in the one buffer, may be written onto its operand in the other: for who checks
+    what was decided."""
+    first = op.results[0] if op.results else None
+    if not isinstance(first, Region) or first.buffer != result:
+        return False
+    onto = [op.args[i] for i in overwritable_operands(op)]
+    return any(
+        isinstance(r, Region) and r.buffer == operand and geometry_refusal(op, first, r, buffers) is None for r in onto
+    )

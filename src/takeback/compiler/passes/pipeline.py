@@ -1,7 +1,8 @@
 """The table of contents of the compiler: which passes there are, in which order they run, and what each is told.
 
 `PIPELINE` is the list that runs, for every device and every `memory=`. A stage that has nothing to do in a plan says
-why. After each one the form of the program is checked, so that a broken pass is found at its own door.
+why. After each one the form of the program is checked, so that a broken pass is found at its own door; after the last
+one, that the program still gives what was recorded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from takeback.compiler.form import check_form
+from takeback.compiler.ownership.meaning import check_meaning
 from takeback.compiler.passes.advance import advance
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
@@ -125,6 +127,7 @@ def run_passes(
             draft = after
     if settings.known:
         check_form(draft.program, draft.kept)
+    check_meaning(program, draft.program, kept, draft.kept)
     return draft
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from takeback.compiler.layout import Layout
+from takeback.compiler.ownership.facts import may_write_onto
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites
 from takeback.compiler.program import BufferId, Op, Region, show_op
@@ -180,6 +181,9 @@ def _check_op_(
         there = names.value_in[storage]
         placement = layout.draft.placements.get(b)
         takes = isinstance(placement, Overwrites) and placement.op == position
+        onto = placement.buffer if isinstance(placement, Overwrites) and takes else None
+        if onto is not None and not may_write_onto(op, b, onto, layout.program.buffers):
+            raise BorrowError(f"{label} would write %{b} onto %{onto} as it reads it. {WHAT_TO_DO}")
         if there is not None and there[0] != b:
             if not (isinstance(placement, Overwrites) and takes and there[0] == placement.buffer):
                 raise BorrowError(f"{label} writes %{b} onto %{there[0]}, which the plan does not say. {WHAT_TO_DO}")

@@ -1,0 +1,163 @@
+"""A long training with changing shapes beside its eager twin: nothing grows, and no bit ever differs.
+
+    python benchmarks/soak.py [--steps 100000] [--json PATH]
+
+After each step the losses are compared, and every 100 steps all parameters, buffers and optimizer state, bit by bit.
+Every hundredth part of the way the process is measured: its resident memory, the objects that Python's collector knows,
+and the plans. Exits with 1 if anything differs, or has grown from the second quarter of the way to the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import takeback as tb
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common import machine
+
+ROWS = (7, 3, 12, 5, 8, 1, 10, 4)  #: of the batches, in turn; each is a shape of its own
+COMPARED = 100  #: steps from one comparison of everything to the next
+_MIB = 2**20
+MOST_MIB = 4.0  #: that the resident memory may differ by: pages come and go
+MOST_OBJECTS = 200  #: the same of objects: caches of torch's and of Python's own fill by and by
+
+
+class Small(nn.Module):
+    """Norms with running statistics, dropout, an op in place, a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.seen = nn.BatchNorm1d(16, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.norm(self.first(x)))
+        x = F.dropout(x, 0.1) + F.linear(x, self.first.weight).relu_()
+        return self.last(x if len(x) == 1 else self.seen(x))
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+@dataclass
+class Outcome:
+    """What was found. Each list has one number for each measurement."""
+
+    steps: int = 0
+    differences: int = 0
+    resident_mib: list[float] = field(default_factory=list)
+    objects: list[int] = field(default_factory=list)
+    plans: list[int] = field(default_factory=list)
+    plans_made: int = 0
+    replays: int = 0
+
+    def growth(self, of: list[float] | list[int]) -> float:
+        """From the second quarter of the way to the last."""
+        quarter = max(1, len(of) // 4)
+        return statistics.median(of[-quarter:]) - statistics.median(of[quarter : 2 * quarter] or of[:1])
+
+    @property
+    def problems(self) -> list[str]:
+        found = [f"{self.differences} differences from eager"] if self.differences else []
+        if self.growth(self.resident_mib) > MOST_MIB:
+            found.append(f"resident memory has grown by {self.growth(self.resident_mib):.1f} MiB")
+        if self.growth(self.objects) > MOST_OBJECTS:
+            found.append(f"there are {self.growth(self.objects):.0f} more objects")
+        if max(self.plans) > len(ROWS) or self.plans_made > len(ROWS):
+            found.append(f"{self.plans_made} plans were made for {len(ROWS)} shapes")
+        return found
+
+
+def soak(steps: int, measurements: int = 100, progress: Progress | None = None) -> Outcome:
+    """Trains so many steps, and measures so often."""
+    torch.manual_seed(0)
+    ours = Small()
+    eagers = copy.deepcopy(ours)
+    optimizer, twin = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (ours, eagers))
+    step = tb.compile_step(ours, loss_fn, optimizer, max_plans=len(ROWS))
+    draw = torch.Generator().manual_seed(1)
+    found = Outcome()
+    bar = progress.add_task("soaking", total=steps) if progress is not None else None
+    every = max(1, steps // measurements)
+    for i in range(steps):
+        rows = ROWS[i % len(ROWS)]
+        x = torch.randn(rows, 16, generator=draw)
+        y = torch.randint(4, (rows,), generator=draw)
+        torch.manual_seed(i)
+        loss = step(x, y)
+        torch.manual_seed(i)
+        twin.zero_grad(set_to_none=True)
+        expected = loss_fn(eagers, x, y)
+        expected.backward()
+        twin.step()
+        found.steps += 1
+        found.differences += not torch.equal(loss, expected.detach())
+        if i % COMPARED == 0 or i == steps - 1:
+            pairs = zip(_everything(ours, optimizer), _everything(eagers, twin), strict=True)
+            found.differences += sum(not torch.equal(a, b) for a, b in pairs)
+        if (i + 1) % every == 0:
+            del x, y, loss, expected
+            gc.collect()
+            found.resident_mib.append(_resident_mib())
+            found.objects.append(len(gc.get_objects()))
+            found.plans.append(len(step._plans))
+            if progress is not None and bar is not None:
+                progress.update(bar, completed=i + 1)
+    found.plans_made, found.replays = step._plans.made, step._replays
+    return found
+
+
+def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return [*model.parameters(), *model.buffers(), *states]
+
+
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return round(pages * 4096 / _MIB, 2)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--json", type=Path, help="write the outcome there")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    with Progress() as progress:
+        found = soak(given.steps, progress=progress)
+    growth = {"resident_mib": round(found.growth(found.resident_mib), 2), "objects": found.growth(found.objects)}
+    print(f"{found.steps} steps, {found.differences} differences, growth {growth}, {found.plans_made} plans made")
+    print(*found.problems, sep="\n")
+    if given.json is not None:
+        outcome = {
+            "date": datetime.date.today().isoformat(),
+            "machine": machine(),
+            "minutes": round((time.monotonic() - began) / 60, 1),
+            "shapes": len(ROWS),
+            "growth from the second quarter to the last": growth,
+            **asdict(found),
+        }
+        given.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    return 1 if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Writes docs/trust.md from the results of the long runs in benchmarks/results.
+
+    python benchmarks/trust.py
+
+tests/test_trust.py demands that the page is what this gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "trust.md"
+
+_HEAD = """# What was tried, and what came of it
+
+Long runs that look for wrong numbers, and for anything that is lost or grows. Each has a short part in `make test`; all
+of it is `make trust`. This page is written by `benchmarks/trust.py` from the results of the last runs.
+"""
+
+_CHECKS = """## Faults in plans
+
+A plan runs only after it has passed these checks, also if it was read from the cache:
+
+| check | what it proves |
+|---|---|
+| form | the program is one: every read has a writer, regions lie inside their buffers |
+| meaning | the program after the passes gives what was recorded, whatever was moved, chunked, rebuilt or reordered |
+| validator | no two items have the same bytes at the same time; packed slices lie where they belong |
+| borrow check | every byte that is read, by an op or by the caller, was last written by the value that is meant |
+
+To see that they catch everything, faults are injected into valid plans of real recorded steps ({plans} plans, of
+{least} to {most} ops). Whether a fault is harmful is found without the checks: an oracle runs the broken plan with a
+tag for every byte, which says how the byte came about, and compares what the step leaves behind; what the checks accept
+is also run for real, in poison mode, and every tensor is compared with eager's, bit by bit.
+
+| fault | injected | harmful | caught | harmless, accepted | harmless, rejected |
+|---|--:|--:|--:|--:|--:|
+{rows}
+
+**Caught: {caught} of {harmful} harmful faults ({share}).** `tests/mutation/run_mutations.py`, seed {seed}, {date},
+torch {torch}, Python {python}, {hardware}, {minutes} minutes.
+
+What takes no part: how long an op needs its scratch is measured in a first replay, and no check could know it better. A
+plan from the cache brings it along; the cache is private to the user, and each entry has a digest.
+"""
+
+_SOAK = """## A long training
+
+{steps} steps of a small model with dropout, running statistics and a shared weight, in {shapes} shapes that take turns,
+beside an eager twin. Every loss was compared, and every 100 steps all parameters, buffers and optimizer state.
+
+| | |
+|---|--:|
+| losses or tensors that differed by a bit | {differences} |
+| plans made | {plans_made} |
+| replays | {replays} |
+| resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
+| objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
+
+`benchmarks/soak.py`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.
+"""
+
+
+def page() -> str:
+    """The text of docs/trust.md."""
+    parts = [_HEAD]
+    sections: dict[str, Callable[[dict[str, Any]], str]] = {"mutations": _mutations, "soak": _soak}
+    for name, section in sections.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            parts.append(section(json.loads(file.read_text())))
+    return "\n".join(parts)
+
+
+def _mutations(found: dict[str, Any]) -> str:
+    columns = ("injected", "harmful", "caught", "harmless, accepted", "harmless, rejected")
+    rows = [
+        f"| {kind} | " + " | ".join(f"{counts.get(c, 0):,}" for c in columns) + " |"
+        for kind, counts in {**found["kinds"], "**all**": found["total"]}.items()
+    ]
+    total = found["total"]
+    ops = [plan["ops"] for plan in found["plans"]]
+    return _CHECKS.format(
+        plans=len(ops),
+        least=min(ops),
+        most=max(ops),
+        rows="\n".join(rows),
+        caught=f"{total['caught']:,}",
+        harmful=f"{total['harmful']:,}",
+        share=f"{total['caught'] / total['harmful']:.2%}",
+        **{k: found[k] for k in ("seed", "date", "torch", "python", "hardware", "minutes")},
+    )
+
+
+def _soak(found: dict[str, Any]) -> str:
+    growth = found["growth from the second quarter to the last"]
+    return _SOAK.format(
+        steps=f"{found['steps']:,}",
+        replays=f"{found['replays']:,}",
+        mib=growth["resident_mib"],
+        resident=found["resident_mib"][-1],
+        objects=growth["objects"],
+        all_objects=f"{found['objects'][-1]:,}",
+        **{k: found[k] for k in ("shapes", "differences", "plans_made", "date", "minutes")},
+        **{k: found["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE.relative_to(ROOT)}")
