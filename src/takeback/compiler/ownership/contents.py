@@ -35,7 +35,7 @@ class SymbolTable:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteLayer:
     """What one write left in a buffer."""
 
     region: Region
@@ -47,9 +47,9 @@ class Contents:
 
     def __init__(self, table: SymbolTable, buffers: Mapping[BufferId, Buffer]) -> None:
         self._table, self._buffers = table, buffers
-        self._layers: dict[BufferId, tuple[Written, ...]] = {}
+        self._layers: dict[BufferId, tuple[WriteLayer, ...]] = {}
 
-    def layers(self, buffer: BufferId) -> tuple[Written, ...]:
+    def layers(self, buffer: BufferId) -> tuple[WriteLayer, ...]:
         return self._layers.get(buffer, ())
 
     def is_whole(self, region: Region) -> bool:
@@ -61,7 +61,7 @@ class Contents:
         layers = self._layers.get(region.buffer, ())
         if layers and layers[-1].region.same_place(region):
             return layers[-1].symbol
-        over: list[Written] = []  # newest first, down to one that covers the region
+        over: list[WriteLayer] = []  # newest first, down to one that covers the region
         for layer in reversed(layers):
             if not over and layer.region.same_place(region):
                 return layer.symbol
@@ -87,13 +87,13 @@ class Contents:
             return
         below = self._layers.get(region.buffer, ())
         kept = tuple(layer for layer in below if not _covers(region, layer.region)) if below else ()
-        self._layers[region.buffer] = (*kept, Written(region, symbol))
+        self._layers[region.buffer] = (*kept, WriteLayer(region, symbol))
 
     def forget(self, buffer: BufferId) -> None:
         """From now on it holds nothing that is meant."""
         self._layers[buffer] = ()
 
-    def replace(self, buffer: BufferId, layers: tuple[Written, ...]) -> None:
+    def replace(self, buffer: BufferId, layers: tuple[WriteLayer, ...]) -> None:
         self._layers[buffer] = layers
 
     def final(self, buffer: BufferId) -> tuple[tuple[object, ...], ...]:
@@ -108,7 +108,7 @@ class Contents:
             return self._table.of("given", region.buffer, *_place(region))
         return self._table.of("nothing", *_place(region))
 
-    def _part(self, layer: Written, region: Region) -> Symbol:
+    def _part(self, layer: WriteLayer, region: Region) -> Symbol:
         own, item = layer.region, layer.region.dtype.itemsize
         distance = region.offset * region.dtype.itemsize - own.offset * item
         look = (own.dtype, own.shape, own.stride, distance, *_place(replace(region, offset=0)))
@@ -117,7 +117,7 @@ class Contents:
             return self._table.of("average", self._table.of("part", inside[0], *look))
         return self._table.of("part", layer.symbol, *look)
 
-    def _mixed(self, over: list[Written], region: Region) -> Symbol:
+    def _mixed(self, over: list[WriteLayer], region: Region) -> Symbol:
         below = self._before(region) if not _covers(over[-1].region, region) else None
         begin = region.offset * region.dtype.itemsize
         parts = tuple(

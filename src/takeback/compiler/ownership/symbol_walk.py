@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from takeback.compiler.ownership.contents import Contents, Symbol, SymbolTable, Written
+from takeback.compiler.ownership.contents import Contents, Symbol, SymbolTable, WriteLayer
 from takeback.compiler.ownership.facts import COPY, EMPTY
 from takeback.compiler.program import (
     Argument,
@@ -105,7 +105,7 @@ class SymbolWalk:
         """What a slice holds becomes what the group makes of it. It is seen as a flat tensor, and keeps its form."""
         if not self.contents.is_whole(region):
             raise MeaningError(f"{op.name} is given a part of %{region.buffer}")
-        layers: list[Written] = []
+        layers: list[WriteLayer] = []
         for layer in self.contents.layers(region.buffer):
             symbol = layer.symbol
             kind, *inside = self._table.expression(symbol)
