@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import takeback as tb
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "takeback"
+HERE = Path(tb.__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def run(code: str, *, path: Path = ROOT / "src", cwd: Path | None = None, **environment: str) -> str:
+def run(code: str, *, path: Path = HERE, cwd: Path | None = None, **environment: str) -> str:
     """What a fresh interpreter prints, with takeback from the given folder."""
     env = {**os.environ, "PYTHONPATH": str(path), **environment}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=cwd, check=False)
@@ -80,6 +82,14 @@ def test_names_for_readers_of_the_source_are_those_that_are_fetched() -> None:
 def test_version_is_written_in_one_place() -> None:
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert PROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "takeback.__version__"}
+
+
+def test_every_extra_is_there_and_its_packages_are_pinned() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert set(extras) == {"transformers", "lightning", "accelerate", "dev", "docs"}
+    pinned = {name.lower() for name in re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)}
+    wanted = {re.split(r"[\[<>=]", package)[0].lower() for packages in extras.values() for package in packages}
+    assert wanted - pinned - {"pre-commit"} == set()  # that one is each developer's own
 
 
 def test_every_file_of_the_package_is_installed() -> None:
