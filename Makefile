@@ -16,7 +16,7 @@ demo pytest test-all: export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all lint types pytest faults trust audit bench clean
+.PHONY: demo test test-all lint types pytest faults trust audit bench docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/takeback demo
@@ -28,8 +28,8 @@ test-all: lint types
 	$(PYTEST)
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check src tests benchmarks examples docs
 
 types: $(STAMP)
 	$(BIN)/mypy
@@ -55,10 +55,28 @@ audit: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py
 
+# The documentation site, strictly: a broken link or a page outside the navigation is an error. It needs no torch, so it
+# has an environment of its own, and does not make CI wait for its tools. tests/test_site.py checks the same without them.
+DOCS := .venv-docs
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/mkdocs build --strict
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt \
+	    $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch $@
+
+# sdist and wheel, in dist/.
+wheel: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt build
+	$(BIN)/python -m build --outdir dist .
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,15 +1,19 @@
 """The README and the pages of docs/ are true: their examples run, their links lead somewhere, their messages exist.
 
-A block marked ```python is run; the blocks of one page share a namespace. A block marked ```text output must be what
-the block before it printed. The messages in the table of docs/assumptions.md must be found in the source.
+A block marked ```python is run; the blocks of one page share a namespace. One marked ```py needs another library, or
+the processes of torchrun, and is run by a slow test. A block marked ```text output must be what the block before it
+printed. The messages in the tables of docs/assumptions.md and docs/errors.md must be found in the source.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import re
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +28,8 @@ from takeback.predict import passes
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-PYTHON, OUTPUT = "python", "text output"
+TEXTS = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
+PYTHON, SLOW_PYTHON, OUTPUT = "python", "py", "text output"
 ANY = "…"
 
 
@@ -53,12 +57,12 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
-def run_page(page: str, name: str) -> None:
+def run_page(page: str, name: str, kinds: tuple[str, ...] = (PYTHON,)) -> None:
     """Runs the Python blocks of a page in order, and compares what they print with the output blocks."""
     namespace: dict[str, object] = {"__name__": "page"}
     printed = ""
     for block in blocks(page):
-        if block.kind == PYTHON:
+        if block.kind in kinds:
             # Under the page's own name and line, so that an error points into the page.
             code = compile("\n" * block.line + block.text, name, "exec", dont_inherit=True)
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -83,6 +87,24 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_examples_of_page_run_and_print_what_it_says(page: Path) -> None:
     run_page(page.read_text(), str(page))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of the other libraries
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if f"```{SLOW_PYTHON}\n" in p.read_text()], ids=lambda path: path.name
+)
+def test_examples_with_other_libraries_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one process of torchrun's, which is what a group needs to be found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    if (state := sys.modules.get("accelerate.state")) is not None:
+        state.AcceleratorState._reset_state(True)  # it is one for a process, and pages have different ones
+    run_page(page.read_text(), str(page), (PYTHON, SLOW_PYTHON))
 
 
 def test_readme_has_an_example() -> None:
@@ -133,10 +155,11 @@ def test_program_in_how_it_works_is_the_one_its_example_records(elsewhere: None)
     assert shown.rstrip() in "\n".join(passes_text(passes(*parts)))
 
 
-def test_how_it_works_and_the_readme_name_the_passes_in_their_order() -> None:
+def test_how_it_works_names_the_passes_in_their_order_in_its_text_and_in_its_drawing() -> None:
     names = [stage.name for stage in PIPELINE]
-    assert re.findall(r"^\*\*(\w+)\*\* ", (ROOT / "docs" / "how-it-works.md").read_text(), re.MULTILINE) == names
-    [drawing] = [b.text for b in blocks((ROOT / "README.md").read_text()) if "borrow check" in b.text]
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    assert re.findall(r"^\*\*(\w+)\*\* ", page, re.MULTILINE) == names
+    [drawing] = [b.text for b in blocks(page) if "your step" in b.text]
     assert re.findall(rf"\b({'|'.join(names)})\b", drawing) == names
 
 
@@ -150,6 +173,7 @@ def template(node: ast.JoinedStr | ast.Constant) -> str:
     return "".join(str(part.value) if isinstance(part, ast.Constant) else ANY for part in node.values)
 
 
+@functools.cache
 def messages() -> list[str]:
     found = []
     for path in sorted((ROOT / "src" / "takeback").rglob("*.py")):
@@ -165,8 +189,9 @@ def is_real(message: str, known: list[str]) -> bool:
     return any(pattern.search(text) for text in known)
 
 
-def test_messages_of_refusals_are_those_of_the_source() -> None:
-    rows = re.findall(r"^\| `(?:\w+Error: )?([^`]+)` \|", (ROOT / "docs" / "assumptions.md").read_text(), re.MULTILINE)
+@pytest.mark.parametrize("page", ["assumptions.md", "errors.md"])
+def test_messages_of_refusals_are_those_of_the_source(page: str) -> None:
+    rows = re.findall(r"^\| `(?:\w+Error: )?([^`]+)` \|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
     assert len(rows) > 25
     known = messages()
     assert [row for row in rows if not is_real(row, known)] == []

@@ -897,4 +897,20 @@ FAULTS: tuple[PlantedFault, ...] = (
         "lambda number: number.read())",
         ("tests/step/test_numbers.py::test_number_in_aux_is_what_it_is_in_each_step",),
     ),
+    PlantedFault(
+        "package: the module guard takes the place of the function",
+        "__init__.py",
+        "            value = getattr(value, name)\n",
+        "            pass\n",
+        (
+            "tests/test_package.py::test_a_fresh_process_has_the_compiler_without_frameworks_and_the_command_by_python_m",
+        ),
+    ),
+    PlantedFault(
+        "capture: a plan that reads a number anew has lost its clipping",
+        "compiler/capture/numbers.py",
+        "    ops += now.ops[len(new_ops) :]",
+        "    pass",
+        ("tests/step/test_numbers.py::test_annealed_number_has_one_plan_where_gradients_are_clipped",),
+    ),
 )

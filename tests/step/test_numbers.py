@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BETA = 0.0
 
 
-def train(loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, **options: Any) -> tuple[list[Tensor], Any]:
+def train(
+    loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, clip_norm: float | None = None, **options: Any
+) -> tuple[list[Tensor], Any]:
     """Eight steps under an annealed beta, and a gain that changes from the seventh step on."""
     torch.manual_seed(0)
     config = types.SimpleNamespace(beta=0.0, gain=1.0)
@@ -27,7 +29,8 @@ def train(loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, **op
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return loss(config, model, x)
 
-    step = tb.compile_step(model, loss_fn, optimizer, **{"memory": "keep", **options}) if compiled else None
+    options = {"memory": "keep", "clip_norm": clip_norm, **options}
+    step = tb.compile_step(model, loss_fn, optimizer, **options) if compiled else None
     seen: list[Tensor] = []
     for i in range(8):
         config.beta = 0.1 * i
@@ -40,6 +43,8 @@ def train(loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, **op
             optimizer.zero_grad()
             out = loss_fn(model, x)
             out.backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             optimizer.step()
             seen.append(out.detach())
         seen += [p.detach().clone() for p in model.parameters()]
@@ -47,7 +52,7 @@ def train(loss: Callable[[Any, nn.Module, Tensor], Tensor], compiled: bool, **op
 
 
 def assert_bits(loss: Callable[[Any, nn.Module, Tensor], Tensor], plans: int | None = None, **options: Any) -> Any:
-    eager, _ = train(loss, compiled=False)
+    eager, _ = train(loss, compiled=False, clip_norm=options.get("clip_norm"))
     ours, step = train(loss, compiled=True, **options)
     assert all(torch.equal(a, b) for a, b in zip(eager, ours, strict=True))
     if plans is not None:
@@ -69,6 +74,10 @@ def derived(config: Any, model: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("memory", ["keep", "min"])
 def test_annealed_number_has_eagers_bits_and_one_plan(loss: Any, memory: str) -> None:
     assert_bits(loss, plans=1, memory=memory)
+
+
+def test_annealed_number_has_one_plan_where_gradients_are_clipped() -> None:
+    assert_bits(annealed, plans=1, clip_norm=0.05)
 
 
 def test_number_that_decides_is_recorded_anew() -> None:

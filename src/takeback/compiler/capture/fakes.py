@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,18 @@ from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
 )
 
 from takeback.compiler.capture.optimizers import Optimizers
+from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """The innermost line of the user's that an error came through, in words; nothing if there is none."""
+    found = ""
+    while trace is not None:
+        if belongs_to_user(trace.tb_frame):
+            found = f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 class FakeWorld:
@@ -35,8 +47,9 @@ class FakeWorld:
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(
-                f"the step reads a tensor's value into Python ({error.func}), which a prediction cannot know. "
-                f"Compile and run it instead: compile_step holds such values with guards."
+                f"the step reads a tensor's value into Python ({error.func}){_line_of(trace)}, which a prediction "
+                f"cannot know. To look at it (a log, a history), return the tensor as aux instead. If the step "
+                f"needs it, compile and run it: compile_step holds such values with guards."
             ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise CaptureError(

@@ -140,18 +140,19 @@ def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
 def bound(now: Program, trace: Trace, before: Program, then: Sequence[float]) -> Program | None:
     """The program with a `Number` wherever an operand is what a formula gives now, and was what it gave `then` in the
     program recorded before; None where anything else differs."""
-    old_ops = [op for op in before.ops if op.phase is not Phase.UPDATE]
-    if trace.asked or len(old_ops) != len(now.ops):
+    old_ops, new_ops = (tuple(op for op in p.ops if op.phase is not Phase.UPDATE) for p in (before, now))
+    if trace.asked or len(old_ops) != len(new_ops):
         return None
     matching = _Matching(
         {(f(trace.values).hex(), f(then).hex()): f for f in trace.formulas}, tuple(place.read for place in trace.places)
     )
     ops = []
-    for old, new in zip(old_ops, now.ops, strict=True):
+    for old, new in zip(old_ops, new_ops, strict=True):
         op = matching.op(new, old)
         if op is None:
             return None
         ops.append(op)
+    ops += now.ops[len(new_ops) :]  # clipping: it follows the backward, and its numbers are options of the step
     return replace(now, ops=tuple(ops)) if matching.has_same_tensors(now, before) else None
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import highspy
 import numpy as np
 
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer, Run, kept_bytes
 from takeback.compiler.plan.rebuild_rows import RebuildRows, Row
+
+if TYPE_CHECKING:  # to load it takes longer than all of takeback: only a search does
+    import highspy
 
 PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 COST_GAP = 0.004  #: of the step's time
@@ -76,7 +79,7 @@ class RebuildSolver:
                 line[self._class[rule.that]] = -1.0
             elif rule.that is not None:
                 continue  # holds by itself: a unit of one copy is what another copy waits for
-            self._lines.append((line, 1.0 if rule.that is None else 0.0, highspy.kHighsInf))
+            self._lines.append((line, 1.0 if rule.that is None else 0.0, np.inf))
         for row in rows.highest_rows:
             self._add(row)
 
@@ -123,6 +126,8 @@ class RebuildSolver:
         return values
 
     def _once(self, most_ns: int | None, peak_bytes: int | None, effort: Effort, start: RebuildAnswer | None) -> _Found:
+        import highspy
+
         solver = highspy.Highs()
         objective, gap = (self._cost, COST_GAP) if peak_bytes is not None else (self._cost * WORTH, PEAK_GAP)
         if peak_bytes is None:
@@ -163,15 +168,17 @@ class RebuildSolver:
         )
 
     def _model(self, objective: np.ndarray, most_ns: int | None, peak_bytes: int | None) -> highspy.HighsLp:
+        import highspy
+
         n, lines = self._n, list(self._lines)
         if most_ns is not None:
             costs = {int(i): float(self._cost[i]) for i in np.flatnonzero(self._cost)}
-            lines.append((costs, -highspy.kHighsInf, most_ns / self._step_ns))
+            lines.append((costs, -np.inf, most_ns / self._step_ns))
         lp = highspy.HighsLp()
         lp.num_col_, lp.num_row_ = n + 1, len(lines)
         lp.col_cost_ = objective
         lp.col_lower_ = np.zeros(n + 1)
-        lp.col_upper_ = np.append(np.ones(n), highspy.kHighsInf if peak_bytes is None else peak_bytes / self._scale)
+        lp.col_upper_ = np.append(np.ones(n), np.inf if peak_bytes is None else peak_bytes / self._scale)
         lp.row_lower_ = np.array([low for _, low, _ in lines])
         lp.row_upper_ = np.array([high for _, _, high in lines])
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -187,7 +194,7 @@ class RebuildSolver:
         for unknown, size in row.terms:
             cls = self._class[unknown]
             line[cls] = line.get(cls, 0.0) + size / self._scale
-        self._lines.append((line, -highspy.kHighsInf, -row.fixed_bytes / self._scale))
+        self._lines.append((line, -np.inf, -row.fixed_bytes / self._scale))
 
     def _add_broken(self, ones: frozenset[int], limit: float) -> bool:
         """Adds the rows of moments of rebuilding that a solution breaks; False if any row is."""
