@@ -58,6 +58,7 @@ def test_gpt_with_context_trains_beside_the_plain_one(
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's, of small machines
+@pytest.mark.timeout(method="thread")  # see tests/integrations/test_lightning.py
 def test_lightning_classifier_trains_and_validates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

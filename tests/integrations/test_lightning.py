@@ -21,7 +21,12 @@ from harness import same_bits
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.lightning import Takeback
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("_alone", "short_search")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("_alone", "short_search"),
+    # By a signal, the handler of which Lightning keeps: from there all tests of the session are in the module's reach.
+    pytest.mark.timeout(method="thread"),
+]
 slow = pytest.mark.slow
 
 

@@ -10,15 +10,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Where somebody has switched it off, it stays off. What was made meanwhile counts as old at once: it is there to
-    stay, and no reason for the next round to look at everything."""
+    """Where somebody has switched it off, it stays off."""
     on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if on:
-            if not gc.get_freeze_count():  # else they would be thawed that somebody has frozen
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
