@@ -103,6 +103,11 @@ THINNED = {
     "run/test_allocator_executor.py": 2,
     "step/test_guards.py": 3,
     "hazards/test_ours.py": 2,
+    "step/test_lengths.py": 2,
+    "test_planning.py": 2,
+    "passes/test_recompute.py": 2,
+    "step/test_transformers_models.py": 2,
+    "run/test_plan_file.py": 2,
 }
 
 

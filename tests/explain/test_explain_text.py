@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from itertools import pairwise
 
@@ -115,6 +116,8 @@ train.py:66                 -1.00 MiB copied per step
     _to_copy: the program converts float32 to bfloat16
 
 """ in str(report)
+    assert [tip["do"] for tip in json.loads(report.to_json())["tips"]] == ['memory="min"', "train.py:66"]
+    assert json.loads(fixed_report().to_json())["tips"] is None
     quiet = dataclasses.replace(report, advisor=Advice)
     assert not quiet.advice.tips
     assert "No other setting was found" in str(quiet)

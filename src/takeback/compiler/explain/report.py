@@ -90,10 +90,10 @@ class Report:
         return self.advisor() if self.advisor is not None else Advice()
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
+        """Everything as JSON text; the tips of `advice` if it was asked for."""
         data = dataclasses.asdict(dataclasses.replace(self, advisor=None))
         del data["advisor"]
-        data["tips"] = [dataclasses.asdict(tip) for tip in self.advice.tips]
+        data["tips"] = [dataclasses.asdict(tip) for tip in self.advice.tips] if "advice" in vars(self) else None
         for refusal in data["refusals"]:
             site = refusal.pop("site")
             refusal["line"] = f"{site['file']}:{site['line']}" if site else ""
