@@ -27,6 +27,7 @@ NOTE = "that the recording is eager's step was shown by an earlier process"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     found = open_cache(tmp_path / "cache")
     monkeypatch.setattr(proof_file, "FEWEST_OPS", 1)
+    monkeypatch.setattr(proof_file, "LEAST_BYTES", 1)
     monkeypatch.setattr(
         "takeback.compiler.run.plan_maker.ProvedRecordings", lambda cache: proof_file.ProvedRecordings(found)
     )

@@ -12,7 +12,8 @@ from takeback.compiler.run.program_key import key_of_program
 
 _KIND, _EQUAL = "recording", b"equal"
 FEWEST_OPS = 100
-"""Less runs a second time before a file is read."""
+LEAST_BYTES = 32 << 10
+"""Less, or ops that make less each, run a second time before a key is made and a file is read."""
 
 
 class ProvedRecordings:
@@ -24,6 +25,9 @@ class ProvedRecordings:
     def key_of(self, program: Program, *more: str) -> str | None:
         """None where nothing is remembered: on a GPU kernels may use atomics today that they did not use then."""
         if self._cache is None or program.device_type != "cpu" or len(program.ops) < FEWEST_OPS:
+            return None
+        made = sum(b.size_bytes for b in program.buffers.values() if not b.role.borrowed)
+        if made < LEAST_BYTES * len(program.ops):
             return None
         return key_of_program(program, more=more)
 
