@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib
 import signal
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from takeback.compiler.capture.uncompiled import uncompiled
 from takeback.compiler.run.transaction import Transaction
 
 
@@ -242,3 +244,36 @@ def test_other_threads_are_not_concerned() -> None:
     thread.start()
     thread.join(20)
     assert done == ["computed"]
+
+
+def test_stance_of_torch_compile_is_put_back_where_nobody_could_leave_it() -> None:
+    """Ctrl-C may strike in the context that leaves it."""
+    eval_frame = importlib.import_module("torch._dynamo.eval_frame")
+    before = eval_frame._stance
+    with Transaction():
+        inside = uncompiled()
+        inside.__enter__()
+        assert eval_frame._stance.stance == "force_eager"
+    assert eval_frame._stance is before
+    inside.__exit__(None, None, None)
+    assert eval_frame._stance is before
+
+
+def test_stance_of_torch_compile_is_put_back_by_the_last_thread_that_leaves() -> None:
+    eval_frame = importlib.import_module("torch._dynamo.eval_frame")
+    before = eval_frame._stance
+    entered, leave = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with uncompiled():
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=run)
+    with uncompiled():
+        thread.start()
+        assert entered.wait(60)
+    assert eval_frame._stance.stance == "force_eager"
+    leave.set()
+    thread.join()
+    assert eval_frame._stance is before

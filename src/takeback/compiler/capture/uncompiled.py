@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from takeback.compiler.capture.ran import Seen
 from takeback.errors import CaptureError
 
+_FRAMES = "torch._dynamo.eval_frame"  #: holds the stance that torch.compiler.set_stance sets; checked on 2.13
 _DYNAMO = "torch._dynamo"  #: only asked for if somebody has imported it: that takes seconds
 NOTE = (
     "a part of the step is compiled by torch.compile. Inside of this step it runs as it was written, with the bits of "
@@ -20,12 +23,36 @@ NOTE = (
 )
 
 
-def uncompiled() -> contextlib.AbstractContextManager[None]:
-    """Around the user's code, wherever takeback calls it."""
-    if _DYNAMO not in sys.modules:
-        return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+_lock = threading.Lock()
+_inside: set[int] = set()  #: threads that run a user's step just now
+_before: list[Any] = []  #: the stance that is put back when the last of them has left
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """Around the user's code, wherever takeback calls it. torch.compile's stance is one for all threads, so the first
+    one that comes sets it, and the last one that goes puts it back."""
+    frames: Any = sys.modules.get(_FRAMES)
+    if frames is None or threading.get_ident() in _inside:
+        yield
+        return
+    with _lock:
+        _inside.add(threading.get_ident())
+        if not _before:
+            _before.append(frames._stance)
+            frames._stance = frames.DynamoStance("force_eager")
+    try:
+        yield
+    finally:
+        compiled_()
+
+
+def compiled_() -> None:
+    """This thread is outside again; called once more where Ctrl-C may have struck before that could be."""
+    with _lock:
+        _inside.discard(threading.get_ident())
+        if not _inside and _before:
+            sys.modules[_FRAMES]._stance = _before.pop()  # type: ignore[attr-defined]
 
 
 def notes_of(seen: Seen) -> Iterator[str]:

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch  # checked on 2.11 and 2.13
 
+from takeback.compiler.capture.uncompiled import compiled_
+
 
 class Gate:
     """Decides when Ctrl-C may strike. While it is open an interrupt is raised as always, and the gate shuts with it, so
@@ -81,8 +83,8 @@ def _is_clean_up(frame: FrameType | None) -> bool:
 
 
 class Modes:
-    """The dispatch modes that this thread is inside of: Ctrl-C may strike between any two lines of the code that enters
-    or leaves one, so that is not left to them."""
+    """The dispatch modes that this thread is inside of, and torch.compile's stance: Ctrl-C may strike between any two
+    lines of the code that enters or leaves one, so that is not left to them."""
 
     __slots__ = ("_count", "_flags")
 
@@ -98,6 +100,7 @@ class Modes:
         ignores = self._flags.get("_is_in_any_mode_without_ignore_compile_internals")
         if ignores is not None:
             _python_dispatch.set_is_in_mode_without_ignore_compile_internals(ignores)
+        compiled_()
 
 
 class Transaction:
