@@ -15,6 +15,7 @@ import gc
 import os
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if seen[function] % every and item.nodeid not in catching:
             item.add_marker(pytest.mark.slow)
         seen[function] += 1
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models: waking worker threads would take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -99,3 +100,14 @@ def test_advice_is_found_for_a_prediction_too() -> None:
     report = tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, memory="keep")
     assert report.advice.frontier is not None
     assert {tip.do for tip in report.advice.tips} <= {f'memory="{t.memory}"' for t in report.advice.frontier.points}
+
+
+def test_report_is_pickled_as_data_with_the_advice_that_was_found() -> None:
+    case = zoo.case("mlp")
+    report = report_of(case, memory="keep")
+    assert report.advisor is not None
+    assert pickle.loads(pickle.dumps(report)).advisor is None
+    found = report.advice
+    again = pickle.loads(pickle.dumps(report))
+    assert again == report
+    assert again.advice == found

@@ -89,6 +89,10 @@ class Report:
         may take as long as making the plan did."""
         return self.advisor() if self.advisor is not None else Advice()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Copied and pickled as data, with the advice if it was found: what finds it holds the plan, and the model."""
+        return {**vars(self), "advisor": None}
+
     def to_json(self) -> str:
         """Everything as JSON text; the tips of `advice` if it was asked for."""
         data = dataclasses.asdict(dataclasses.replace(self, advisor=None))
