@@ -22,6 +22,8 @@ FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 STAGES = (
     "program",
     "schema",
+    "geometry",
+    "cluster",
     "capture",
     "ownership",
     "form",
@@ -43,15 +45,25 @@ PARTS = (*COMPILER, *EAGER, *GROUND)
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "program": frozenset(),
     "schema": frozenset({"program"}),
+    "geometry": frozenset({"program"}),
+    "cluster": frozenset({"program", "schema"}),
     "capture": frozenset({"program", "schema"}),
-    "ownership": frozenset({"program", "schema", "capture"}),
-    "form": frozenset({"program", "schema", "ownership"}),
-    "passes": frozenset({"program", "schema", "capture", "ownership", "form", "plan"}),
+    "ownership": frozenset({"program", "schema", "geometry", "cluster", "capture"}),
+    "form": frozenset({"program", "schema", "geometry", "cluster", "ownership"}),
+    "passes": frozenset({"program", "schema", "geometry", "cluster", "capture", "ownership", "form", "plan"}),
     "plan": frozenset(),
-    "effects": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
-    "layout": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "effects"}),
-    "planning": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
-    "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout", "planning"}),
+    "effects": frozenset(
+        {"program", "schema", "geometry", "cluster", "capture", "ownership", "passes", "plan", "layout"}
+    ),
+    "layout": frozenset(
+        {"program", "schema", "geometry", "cluster", "capture", "ownership", "passes", "plan", "effects"}
+    ),
+    "planning": frozenset(
+        {"program", "schema", "geometry", "cluster", "capture", "ownership", "passes", "plan", "layout"}
+    ),
+    "run": frozenset(
+        {"program", "schema", "geometry", "cluster", "capture", "ownership", "passes", "plan", "layout", "planning"}
+    ),
     "explain": frozenset(STAGES),
     "step": frozenset(STAGES),
     "predict": frozenset(STAGES),

@@ -21,7 +21,7 @@ _TARGET = re.compile(r"[0-9]+(\.[0-9]+)?\s*(x|[KMGT]i?B|B)", re.IGNORECASE)
 class Options:
     """The settings of one compiled step. Unknown or not yet honoured values raise `OptionError`."""
 
-    mode: str = "exact"
+    mode: str = "auto"
     memory: str = "auto"
     update: str = "end"
     accumulate: int = 1
@@ -36,7 +36,8 @@ class Options:
     unplanned: str = "raise"
 
     def __post_init__(self) -> None:
-        _one_of("mode", self.mode, known=("exact", "fast"), ready=("exact",))
+        modes = ("auto", "exact", "fast")
+        _one_of("mode", self.mode, known=modes, ready=modes)
         _one_of("update", self.update, known=("end", "early"), ready=("end", "early"))
         _one_of("unplanned", self.unplanned, known=("raise", "eager"), ready=("raise", "eager"))
         known = isinstance(self.memory, str) and (
@@ -79,6 +80,10 @@ class Options:
         norm = self.clip_norm
         if norm is not None and not (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0):
             raise OptionError(f"clip_norm must be a positive number or None, got {norm!r}")
+
+    def is_fast(self, device_type: str) -> bool:
+        """Whether a step on such a device runs on generated kernels."""
+        return self.mode == "fast" or (self.mode == "auto" and device_type == "cuda")
 
     @property
     def has_target(self) -> bool:

@@ -33,6 +33,7 @@ class Doing(StrEnum):
     MEASURING = "measuring this machine"
     CHOOSING = "choosing what to rebuild"
     PLACING = "placing values"
+    KERNELS = "compiling kernels"
     WRITING = "writing the plan's code"
 
 

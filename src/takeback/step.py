@@ -45,7 +45,7 @@ from takeback.compiler.run.pending_update import PendingUpdate
 from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
-from takeback.compiler.run.proof import Bits, Every, Once, Proof, Schedule, Thinning
+from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
 from takeback.compiler.run.replayer import Replayer
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
@@ -58,7 +58,7 @@ def compile_step(
     loss_fn: Callable[..., Any],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
-    mode: str = "exact",
+    mode: str = "auto",
     memory: str = "auto",
     update: str = "end",
     accumulate: int = 1,
@@ -78,7 +78,9 @@ def compile_step(
     is recorded; every later one replays the plan, with eager's bits. `optimizer` may be a list of optimizers with
     disjoint parameters, which update in that order.
 
-    mode          "exact": the same kernels as eager, bit-identical results
+    mode          "exact": the same kernels as eager, bit-identical results. "fast": what moves memory runs in generated
+                  kernels, each compared with double precision when it is first used; random numbers are eager's.
+                  "auto": exact on the CPU, fast on CUDA
     memory        "auto": as low as rebuilding goes without the step becoming slower than eager; "min": as low as it
                   goes; "0.6x" of eager's peak above resident memory, or "12GiB" in all, with the least added time;
                   "keep": nothing is computed twice
@@ -147,7 +149,9 @@ class CompiledStep:
         clips = options.clip_norm is not None
         self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
         # With a scaler steps with NaNs are right ones.
-        self._proof = Proof(measure=Bits(one_nan=options.scales), schedule=_schedule(options.verify_every))
+        fast = options.is_fast(subjects.device_of(model).type)
+        measure = NEAR if fast else Bits(one_nan=options.scales)
+        self._proof = Proof(measure=measure, schedule=_schedule(options.verify_every))
         self._recipe = Recipe(
             model,
             loss_fn,

@@ -10,12 +10,13 @@ import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import NewType, TypeAlias, overload
+from typing import ClassVar, NewType, TypeAlias, overload
 
 import torch
 
 BufferId = NewType("BufferId", int)
 OpOverload: TypeAlias = torch._ops.OpOverload  # has no public name; checked on 2.11 and 2.13
+Kernel: TypeAlias = "OpOverload | Cluster"  #: what an op calls
 
 #: An argument of an op: a Region, a HyperScalar, a plain Python constant, or a tuple of these.
 Argument = object
@@ -199,7 +200,7 @@ class Scratch:
 class Op:
     """One kernel call as eager made it, its tensors replaced by regions."""
 
-    target: OpOverload | Special
+    target: OpOverload | Special | Cluster
     args: tuple[Argument, ...]
     kwargs: Mapping[str, Argument]
     results: tuple[Argument, ...]
@@ -242,6 +243,46 @@ class Op:
             mutates=tuple(dict.fromkeys(new for old in self.mutates for new in moved[old])),
             scratch=tuple(s.renamed(results) for s in self.scratch),
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Ops that run as one kernel, or few: a small program of its own, which stands where an operator does. Its buffers
+    are numbered from 0; the first are what comes in, and of the others only those that leave it have bytes.
+
+    `inputs` are what the op's operands are inside, each in a buffer of its own; `results` what its results are;
+    `writes` the inputs that it writes in place."""
+
+    ops: tuple[Op, ...]
+    buffers: Mapping[BufferId, Buffer]
+    inputs: tuple[Region, ...]
+    results: tuple[Region, ...]
+    writes: tuple[int, ...] = ()
+
+    namespace: ClassVar[str] = "takeback"
+    tags: ClassVar[tuple[torch.Tag, ...]] = ()
+
+    def __str__(self) -> str:
+        names = list(dict.fromkeys(op.name for op in self.ops))
+        return f"cluster[{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}]"
+
+    @functools.cached_property
+    def key(self) -> str:
+        """Equal for clusters that compute the same on operands of the same geometry, wherever they are in a step."""
+        lines = [show_geometry(self.inputs), show_geometry(self.results), repr(self.writes)]
+        for op in self.ops:
+            named = [(name, show_geometry(value)) for name, value in sorted(op.kwargs.items())]
+            lines.append(f"{op.target} {show_geometry(op.args)} {named} {show_geometry(op.results)}")
+        return "\n".join(lines)
+
+
+def show_geometry(arg: Argument) -> str:
+    """An argument as text that says all there is to say about it."""
+    if isinstance(arg, Region):
+        return f"%{arg.buffer}:{arg.dtype}{list(arg.shape)}{list(arg.stride)}+{arg.offset}"
+    if isinstance(arg, tuple):
+        return f"({', '.join(map(show_geometry, arg))})"
+    return arg.hex() if isinstance(arg, float) else repr(arg)
 
 
 def regions(tree: Argument) -> Iterator[Region]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from takeback.compiler.program import OpOverload
+from takeback.compiler.program import Cluster, Kernel
 
 Fact = TypeVar("Fact")
 
@@ -22,12 +22,17 @@ def once_for_each(function: Callable[[Any], Fact]) -> Callable[[Any], Fact]:
 
     @functools.wraps(function)
     def remembered(target: Any) -> Fact:
+        if isinstance(target, Cluster):
+            return function(target)  # they come and go with their plans
         found = known.get(id(target))
         if found is None:
             found = known[id(target)] = (target, function(target))
         return found[1]
 
     return remembered
+
+
+CLUSTER = "cluster"  #: the name of every cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,12 @@ class Schema:
 
 
 @once_for_each
-def schema_of(target: OpOverload) -> Schema:
+def schema_of(target: Kernel) -> Schema:
+    if isinstance(target, Cluster):
+        given = tuple(
+            Parameter(f"in{i}", "Tensor", False, i in target.writes, False) for i in range(len(target.inputs))
+        )
+        return Schema(CLUSTER, "", given, bool(target.writes))
     declared = target._schema
     parameters = tuple(
         Parameter(a.name, str(a.type), a.is_out, a.alias_info is not None and a.alias_info.is_write, a.kwarg_only)

@@ -19,7 +19,7 @@ import torch
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
-from takeback.compiler.program import Argument, BufferId, Number, Op, Phase, Program, Region, Special
+from takeback.compiler.program import Argument, BufferId, Cluster, Number, Op, Phase, Program, Region, Special
 
 Formula = Callable[[Sequence[float]], float]
 
@@ -172,7 +172,9 @@ class _Matching:
         args = [self._operand(a, b) for a, b in zip(new.args, old.args, strict=True)]
         kwargs = {name: self._operand(value, old.kwargs[name]) for name, value in new.kwargs.items()}
         found = [a for a in (*args, *kwargs.values()) if isinstance(a, Number)]
-        if found and (isinstance(new.target, Special) or new.target.overloadpacket.__name__ not in _OPERAND_OF):
+        if found and (
+            isinstance(new.target, Special | Cluster) or new.target.overloadpacket.__name__ not in _OPERAND_OF
+        ):
             return None
         results = [self._operand(a, b) for a, b in zip(new.results, old.results, strict=True)]
         if any(a is _OTHER for a in (*args, *kwargs.values(), *results)):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Region, Special
+from takeback.compiler.program import Buffer, BufferId, Cluster, Kernel, Op, OpOverload, Region, Special
 from takeback.compiler.schema import once_for_each, schema_of
 
 aten = torch.ops.aten
@@ -80,8 +80,10 @@ class Refused(enum.StrEnum):
 
 
 @once_for_each
-def out_overload(target: OpOverload) -> OpOverload | None:
+def out_overload(target: Kernel) -> OpOverload | None:
     """The overload of the same op that writes into given results without allocating them, if there is one."""
+    if isinstance(target, Cluster):
+        return None
     schema = schema_of(target)
     if schema.name in _UNTRUE_OUT or schema.is_mutable:
         return None
@@ -95,13 +97,13 @@ def out_overload(target: OpOverload) -> OpOverload | None:
     return None
 
 
-def reads_storage(target: OpOverload) -> bool:
+def reads_storage(target: Kernel) -> bool:
     """Whether the op looks at its operands' storages, and not only at the tensors."""
     return schema_of(target).name in _READS_STORAGE
 
 
 @once_for_each
-def inplace_overload(target: OpOverload) -> OpOverload | None:
+def inplace_overload(target: Kernel) -> OpOverload | None:
     """The in-place form of a pointwise op that has no true `out=` kernel (relu, masked_fill), if there is one."""
     if torch.Tag.pointwise not in target.tags or out_overload(target) is not None:
         return None

@@ -11,7 +11,7 @@ import enum
 import torch
 
 from takeback.compiler.ownership.facts import COPY, EMPTY, FILL, inplace_overload, out_overload
-from takeback.compiler.program import Op, Region, Special
+from takeback.compiler.program import Cluster, Op, Region, Special
 from takeback.compiler.schema import schema_of
 
 
@@ -61,7 +61,7 @@ def may_vary(op: Op) -> bool:
     """Whether the shape of a result could follow from values, so that a replay must look at it. torch tags ops of which
     it knows this (those are never recorded), but not `_pack_padded_sequence`, nor operators of others."""
     target = op.target
-    if isinstance(target, Special) or torch.Tag.pointwise in target.tags:
+    if isinstance(target, Special | Cluster) or torch.Tag.pointwise in target.tags:
         return False
     return target.namespace != "aten" or any(not r.dtype.is_floating_point for r in op.inputs)
 
@@ -69,7 +69,7 @@ def may_vary(op: Op) -> bool:
 def _reduces(op: Op) -> bool:
     """A loss with a reduction: all but nll's `out=` kernels first resize the result to the operands' shape (2.13)."""
     result = op.results[0]
-    assert not isinstance(op.target, Special)
+    assert not isinstance(op.target, Special | Cluster)
     schema = schema_of(op.target)
     named = any(p.name == "reduction" for p in schema.parameters) and not schema.name.startswith("nll_loss")
     return named and isinstance(result, Region) and not result.shape

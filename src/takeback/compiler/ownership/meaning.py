@@ -12,6 +12,7 @@ Of the passes it knows what each may change without changing a value, and shares
     chunk_loss                  the backward of a loss treats each row by itself, so rows of the result are all of it
     reduce                      from REDUCE to WAIT a slice is on its way; after it, the average of what it was
     advance                     order matters only where one op reads or writes what the other writes
+    fuse                        a cluster is the ops it is made of
     recompute                   the same op on the same values is the same value, unless it draws random numbers; a
                                 batch norm in its form for evaluation is that for training, on the statistics of that
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from takeback.compiler.cluster import unclustered
 from takeback.compiler.ownership.contents import SymbolTable
 from takeback.compiler.ownership.symbol_walk import MeaningError, SymbolWalk
 from takeback.compiler.program import BufferId, Program, show_op
@@ -36,7 +38,7 @@ def check_meaning(
     """Raises `MeaningError` unless both programs give the same. `kept` are buffers that must last to the end of the
     recorded program, `still_kept` those of the planned one."""
     table = SymbolTable()
-    then, now = SymbolWalk(table, recorded), SymbolWalk(table, planned)
+    then, now = SymbolWalk(table, recorded), SymbolWalk(table, unclustered(planned))
     then.walk(averaged=planned.slices.keys())
     now.walk()
     wrong = _difference(then, now) or _lost(recorded, planned, kept, still_kept)

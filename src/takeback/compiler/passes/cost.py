@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from takeback.compiler.ownership.facts import EMPTY
-from takeback.compiler.program import Argument, Op, Region, Special
+from takeback.compiler.program import Argument, Cluster, Op, Region, Special
 from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
@@ -58,6 +58,8 @@ def seconds(op: Op, rates: Rates) -> float:
     name = schema_of(op.target).name
     outputs = op.outputs
     moved = sum(_bytes(r) for r in dict.fromkeys((*op.inputs, *outputs)))
+    if isinstance(op.target, Cluster):
+        return rates.op_s + moved / rates.bytes_per_s
     times = _TIMES.get(name, 1)
     if name == "native_batch_norm" and op.args[5]:
         times = _TRAINING_NORM
@@ -84,7 +86,7 @@ def _window(arg: Argument) -> tuple[int, ...]:
 def operations(op: Op) -> int:
     """Floating-point operations of a matrix product, a convolution or an attention; 0 for everything else."""
     target = op.target
-    if isinstance(target, Special):
+    if isinstance(target, Special | Cluster):
         return 0
     if target.namespace == "aten" and "_scaled_dot_product" in schema_of(target).name:
         return _attention(op)

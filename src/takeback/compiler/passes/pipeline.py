@@ -16,6 +16,7 @@ from takeback.compiler.passes.advance import advance
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.functionalize import functionalize
+from takeback.compiler.passes.fuse import fuse
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
@@ -31,6 +32,7 @@ class PassSettings:
     """What a plan is made for. Each pass is told the part that concerns it."""
 
     home: Home = Home.ARENA
+    fast: bool = False  #: memory-bound ops run in generated kernels; results may differ in their last bits
     early: bool = False  #: each parameter is updated as soon as its gradient is complete
     sharing: Sharing | None = None  #: gradients are averaged over a group
     goal: Goal = _KEEP
@@ -64,6 +66,14 @@ def _idle_reduce(settings: PassSettings) -> str | None:
     return "there is no group to average over" if settings.sharing is None else None
 
 
+def _idle_chunk_loss(settings: PassSettings) -> str | None:
+    return "mode='fast': the whole loss is one cluster" if settings.fast else None
+
+
+def _idle_fuse(settings: PassSettings) -> str | None:
+    return None if settings.fast else "mode='exact': every op runs with eager's kernel"
+
+
 def _idle_advance(settings: PassSettings) -> str | None:
     return None if settings.early else "update='end': the optimizer runs after the backward"
 
@@ -81,10 +91,10 @@ def _idle_pack(settings: PassSettings) -> str | None:
 PIPELINE: tuple[Stage, ...] = (
     Stage(functionalize),
     Stage(move),
-    Stage(chunk_loss),
+    Stage(chunk_loss, idle=_idle_chunk_loss),
     Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),
     Stage(advance, idle=_idle_advance),
-    # What makes one op of several comes here: the step is in its final form, and nothing has been decided about bytes.
+    Stage(fuse, idle=_idle_fuse),
     Stage(
         recompute,
         lambda s: {"goal": s.goal, "chooser": s.chooser},

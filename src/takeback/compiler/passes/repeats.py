@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from takeback.compiler.program import Argument, Op, Program, Region
+from takeback.compiler.program import Argument, Cluster, Op, Program, Region
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +63,5 @@ def _signature(op: Op) -> Hashable:
         return repr(arg)
 
     inputs = tuple(show(a) for a in op.args) + tuple((k, show(v)) for k, v in sorted(op.kwargs.items()))
-    return (str(op.target), inputs, tuple(show(r) for r in op.results), op.phase)
+    name = op.target.key if isinstance(op.target, Cluster) else str(op.target)
+    return (name, inputs, tuple(show(r) for r in op.results), op.phase)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from takeback.compiler.program import Argument, Op, Phase, Program, Region, Special
+from takeback.compiler.program import Argument, Cluster, Op, Phase, Program, Region, Special
 
 aten = torch.ops.aten
 
@@ -97,6 +97,8 @@ def aligned(of: Sequence[Op], to: Sequence[Op]) -> Mapping[int, int] | None:
 
 
 def _other(a: Op, b: Op) -> bool:
+    if isinstance(a.target, Cluster) and isinstance(b.target, Cluster):
+        return [op.target for op in a.target.ops] != [op.target for op in b.target.ops]
     return a.target is not b.target and not (a.target in _CHUNKS and b.target in _CHUNKS)
 
 

@@ -17,9 +17,9 @@ import torch
 
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.kinds import Kind
-from takeback.compiler.program import Argument, BufferId, Op, Phase, Region, Special
+from takeback.compiler.program import Argument, BufferId, Kernel, Op, Phase, Region, Special
 from takeback.compiler.run.audit import audit
-from takeback.compiler.run.codegen import Emitter, over
+from takeback.compiler.run.codegen import Emitter, gives_one, over
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 UpdateCode = Callable[[list[torch.Tensor], Sequence[float], list[torch.Tensor]], list[torch.Tensor]]
@@ -205,7 +205,7 @@ class _AllocatorEmitter(Emitter):
         assert isinstance(members, tuple)
         return [f"reduce({number}, [{', '.join(self.argument(m) for m in members)}])"]
 
-    def _functional(self, op: Op, target: torch._ops.OpOverload, position: int) -> list[str]:
+    def _functional(self, op: Op, target: Kernel, position: int) -> list[str]:
         for region in op.inputs:
             self._place_(region)  # what torch.empty gave may be read, or written by an op that has results of its own
         call = self._call(target, op.args, op.kwargs)
@@ -221,8 +221,7 @@ class _AllocatorEmitter(Emitter):
             made.append((self._name_(result), result))
             return made[-1][0]
 
-        returns = target._schema.returns
-        single = len(returns) == 1 and str(returns[0].type) == "Tensor"
+        single = gives_one(target)
         names = receive(op.results[0]) if single else "".join(f"{receive(r)}, " for r in op.results)
         lines = [f"{names} = {call}"]
         if "_" in names:

@@ -7,7 +7,8 @@ memory half-way, it is half done, as in eager.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from takeback.compiler.program import BufferId, Op, Region, Scratch
 from takeback.compiler.run.allocator_code import AllocatorCode, Compute, UpdateCode, generate_for_allocator
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
 from takeback.compiler.run.executor import Executor
+from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
 from takeback.errors import CaptureError
 from takeback.parallel import Reducer
@@ -37,8 +39,15 @@ class _Bound:
 class AllocatorExecutor(Executor):
     """A layout whose values are allocated as they are made."""
 
-    def __init__(self, layout: Layout, *, poison: bool = False, reducer: Reducer | None = None) -> None:
-        super().__init__(layout, reducer)
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        poison: bool = False,
+        reducer: Reducer | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
+        super().__init__(layout, reducer, kernels)
         self._poison = poison
         self._meter: Meter | NoMeter = meter_for(self.program.device)
         self._landed: dict[int, None] = {}
@@ -104,6 +113,7 @@ class AllocatorExecutor(Executor):
         compute, update = code.bind(
             self.program.externals,
             {
+                **self._clusters(code.constants),
                 "as_strided": torch.as_strided,
                 "empty_strided": torch.empty_strided,
                 "over": over,
@@ -121,6 +131,16 @@ class AllocatorExecutor(Executor):
         )
 
         self._bound = _Bound(code, log, compute, update)  # all at once: Ctrl-C may come at any time
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is allocated in here is nothing that the step asks for."""
+        yield
+        if self._bound is not None and self._bound.watched:
+            self._meter.begin()
+
+    def _enter_(self, *, log: bool) -> None:
+        self.kernels.aside = self._aside
 
     def _compute_(self, batch: list[torch.Tensor]) -> None:
         assert self._bound is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -15,6 +16,7 @@ from takeback.compiler.run.allocator import ALLOC, Cell, Native, Script
 from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.codegen import Code, Compute, HeldValueChanged, Update, generate, look, place, same_value
 from takeback.compiler.run.executor import Executor
+from takeback.compiler.run.kernels import Kernels
 from takeback.parallel import Reducer
 
 
@@ -30,8 +32,9 @@ class ArenaExecutor(Executor):
         poison: bool = False,
         reducer: Reducer | None = None,
         codes: dict[str, CodeType] | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        super().__init__(layout, reducer)
+        super().__init__(layout, reducer, kernels)
         self.code: Code = generate(layout, poison=poison, codes=codes)
         self._arena = arena
         self._native = native
@@ -64,6 +67,7 @@ class ArenaExecutor(Executor):
         if self._generation == self._arena.generation:
             return
         extra: dict[str, object] = {
+            **self._clusters(self.code.constants),
             "cell": self._cell.view,
             "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
             "land": self._land,
@@ -106,7 +110,17 @@ class ArenaExecutor(Executor):
         self.counters.landed += 1
         self.counters.landed_bytes += result.numel() * result.element_size()
 
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What is allocated in here is nothing that the step asks for."""
+        position, self._cell.view[0] = self._cell.view[0], -1
+        try:
+            yield
+        finally:
+            self._cell.view[0] = position
+
     def _enter_(self, *, log: bool) -> None:
+        self.kernels.aside = self._aside
         self._cell.view[0] = -1
         if self._script is not None:
             self._script.enter(log=log)

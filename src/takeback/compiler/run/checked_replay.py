@@ -16,6 +16,7 @@ from takeback.compiler.layout import compute_alike
 from takeback.compiler.ownership.eager_peak import forward_peak_bytes
 from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.plans import Plan
+from takeback.compiler.run.proof import Bits
 from takeback.compiler.run.verify import BesideEager, ForwardDiffers, ForwardFails, Run
 from takeback.errors import CaptureError, StalePlanError, VerifyError
 
@@ -42,7 +43,9 @@ class CheckedReplay:
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
         # Where the update begins before they are all there, the parameters after it are. With a group, the update has
         # gradients of other ranks in it: what is compared is this rank's, before they are averaged.
+        # Where bits may differ it is gradients, too: an optimizer makes much of what rounding leaves of a small one.
         outside = bool(plan.finished.own_steps) or self.in_group
+        outside |= not isinstance(beside.proof.measure, Bits) and not self.updates_early
         gradients = outside or (not self.updates_early and (revocable or not plan.proved))
         out = beside.of_gradients(self.run) if gradients else beside.of_whole_steps(self.run)
         # A rehearsal may have put another in its place.

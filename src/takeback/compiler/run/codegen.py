@@ -18,7 +18,7 @@ import torch
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.facts import FILL, inplace_overload, out_overload, reads_storage
 from takeback.compiler.ownership.kinds import Kind, may_vary
-from takeback.compiler.program import Argument, HyperScalar, Number, Op, Phase, Region, Special
+from takeback.compiler.program import Argument, Cluster, HyperScalar, Kernel, Number, Op, Phase, Region, Special
 from takeback.compiler.run.bindings import fastest
 
 Compute = Callable[[list[torch.Tensor]], None]
@@ -233,9 +233,8 @@ class Emitter:
     def _handover(self, op: Op) -> list[str]:
         return ["cell[0] = -1", f"reduce({op.args[0]})"]
 
-    def _allocating(self, op: Op, target: torch._ops.OpOverload, position: int) -> list[str]:
-        returns = target._schema.returns
-        single = len(returns) == 1 and str(returns[0].type) == "Tensor"
+    def _allocating(self, op: Op, target: Kernel, position: int) -> list[str]:
+        single = gives_one(target)
         lines = ["r = " + self._call(target, op.args, op.kwargs)]
         for i, result in enumerate(op.results):
             if isinstance(result, Region) and result.buffer not in op.mutates:
@@ -254,6 +253,8 @@ class Emitter:
         return [f"if {name}.shape != {self.names.shape(result.shape)}: raise changed({position})"]
 
     def _call(self, target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> str:
+        if isinstance(target, Cluster):
+            return f"{self.names.constant(target, 'c')}([{', '.join(map(self.argument, args))}])"
         binding = fastest(target)
         if any(isinstance(a, tuple) and None in a for a in args):
             binding = target._op  # index_put's binding takes no None among its indices
@@ -303,6 +304,14 @@ class Emitter:
             self.prologues[self._updating].append(f"{name} = look(B[{leaf}], {dtype}, {numbers})")
             self._batch[key] = name
         return self._batch[key]
+
+
+def gives_one(target: Any) -> bool:
+    """Whether an operator gives one tensor, and not several or a list. A cluster gives a list, also of one."""
+    if isinstance(target, Cluster):
+        return False
+    returns = target._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 def _defaults(target: Any, given: int) -> dict[str, Argument]:

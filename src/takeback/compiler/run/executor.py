@@ -8,16 +8,17 @@ step does not get that far.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from takeback.compiler.layout import Layout
 from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import generators_of, undo_bytes, written_before_update
-from takeback.compiler.program import BufferId, Op, Phase, Program, Region
+from takeback.compiler.program import BufferId, Cluster, Op, Phase, Program, Region
 from takeback.compiler.run.codegen import over
 from takeback.compiler.run.execution import Counters, Execution
+from takeback.compiler.run.kernels import ClusterKernel, Kernels
 from takeback.compiler.run.transaction import Transaction
 from takeback.parallel import Reducer
 
@@ -25,8 +26,9 @@ from takeback.parallel import Reducer
 class Executor:
     """A layout, ready to run on one thread at a time. A subclass says where its values live."""
 
-    def __init__(self, layout: Layout, reducer: Reducer | None = None) -> None:
+    def __init__(self, layout: Layout, reducer: Reducer | None = None, kernels: Kernels | None = None) -> None:
         self.layout = layout
+        self.kernels = kernels or Kernels(layout.program.device)
         self._reducer = reducer  #: takes the buckets of gradients as they become complete
         self.program: Program = layout.draft.program
         self.counters = Counters()
@@ -55,6 +57,10 @@ class Executor:
             group=group,
             counters=self.counters if measured else None,
         )
+
+    def _clusters(self, constants: Mapping[str, object]) -> dict[str, ClusterKernel]:
+        """What the names of clusters stand for in generated code."""
+        return {name: self.kernels.of(value) for name, value in constants.items() if isinstance(value, Cluster)}
 
     # -- what a subclass says --------------------------------------------------------------------------------------
 

@@ -33,7 +33,14 @@ def key_of(finished: Finished, options: Options, seconds: Callable[[Op], float],
     program = finished.program
     if len(program.ops) < FEWEST_OPS:
         return None
-    settings = (options.memory, options.update, repr(options.keep_grads), repr(options.solve_s), home.name)
+    settings = (
+        options.mode,
+        options.memory,
+        options.update,
+        repr(options.keep_grads),
+        repr(options.solve_s),
+        home.name,
+    )
     costs = np.array([seconds(op) for op in program.ops]).tobytes()
     return key_of_program(program, kept=finished.kept, more=(*settings, costs))
 

@@ -39,6 +39,7 @@ from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
 from takeback.compiler.run.proof import Measure
@@ -74,6 +75,8 @@ class PlanMaker:
         self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        self.kernels = Kernels(self.device)
+        self.fast = options.is_fast(self.device.type)
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
@@ -154,6 +157,9 @@ class PlanMaker:
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
+        if searched:  # for other shapes once they have come up often enough
+            self.work.begin(Doing.KERNELS)
+            self.kernels.compile_(planned.layout.program, self.work.tell)
         self.work.begin(Doing.WRITING)
         plan = Plan(
             key=key,
@@ -211,6 +217,7 @@ class PlanMaker:
             progress=self.work.tell,
             notes=seconds.notes,
         )
+        settings = replace(settings, fast=self.fast)
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
         kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
@@ -266,8 +273,16 @@ class PlanMaker:
         sends = layout.program.flags is not None
         reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
-            return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer)
-        return ArenaExecutor(layout, self.arena, self.native, poison=self.options.poison, reducer=reducer, codes=codes)
+            return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer, kernels=self.kernels)
+        return ArenaExecutor(
+            layout,
+            self.arena,
+            self.native,
+            poison=self.options.poison,
+            reducer=reducer,
+            codes=codes,
+            kernels=self.kernels,
+        )
 
 
 def _as_good(layout: Layout, recorded: Program, pattern: Plan) -> bool:

@@ -16,6 +16,7 @@ from takeback.compiler.ownership.facts import COPY, EMPTY, FILL
 from takeback.compiler.program import (
     Argument,
     BufferId,
+    Cluster,
     Op,
     Phase,
     Program,
@@ -91,7 +92,7 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
     cell = Cell()
     state = torch.default_generator.get_state()
     mode = torch.is_grad_enabled()
-    assert not isinstance(op.target, Special)
+    assert not isinstance(op.target, Special | Cluster)
     try:
         torch._C._set_grad_enabled(op.grad_mode)  # checked on 2.11 and 2.13
         with native.record(cell) as recording:

@@ -6,9 +6,10 @@ Plain data, and functions of tensors that answer with names or reasons. Nothing 
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -36,7 +37,28 @@ class Tolerance:
     absolute: float = 0.0
 
 
-Measure = Bits | Tolerance
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The difference of two tensors has a norm of at most `relative` times that of what is expected, and `floor` times
+    that of all that are of its kind: some gradients are nothing but what rounding leaves. What is not finite must be so
+    on both sides."""
+
+    relative: float
+    floor: float
+    kind: float = 0.0  #: the norm of all that are of its kind
+
+    def among(self, tensors: Iterable[Kept]) -> Norms:
+        """For a tensor that is one of these."""
+        found = (t for t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point())
+        return replace(self, kind=math.sqrt(sum(_norm(t) ** 2 for t in found)))
+
+
+#: For a step on generated kernels, each of which has been compared by itself: what finds a wrong operand, or an op
+#: too many. Where bf16 goes through many layers, two right steps differ by some percent.
+NEAR = Norms(relative=0.5, floor=1e-3)
+
+Measure = Bits | Tolerance | Norms
+GRADIENT = "the gradient of "  #: how the name of a gradient begins
 Kept: TypeAlias = int | torch.Tensor  #: what is remembered of a tensor: a checksum where bits count, else a copy
 
 
@@ -49,11 +71,18 @@ def keep(measure: Measure, tensors: Mapping[str, torch.Tensor]) -> dict[str, Kep
 
 def differing(measure: Measure, expected: Mapping[str, Kept], found: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
     """The names of what differs, or is on one side only, in order."""
+    if isinstance(measure, Norms):
+        measure = measure.among(t for name, t in expected.items() if name.startswith(GRADIENT))
     return tuple(
         name
         for name in dict.fromkeys((*expected, *found))
         if name not in expected or name not in found or not same(measure, expected[name], found[name])
     )
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32)))
+    return norm if math.isfinite(norm) else 0.0
 
 
 def same(measure: Measure, expected: Kept, found: torch.Tensor) -> bool:
@@ -65,7 +94,18 @@ def same(measure: Measure, expected: Kept, found: torch.Tensor) -> bool:
         return False
     if isinstance(measure, Bits):
         return bool(torch.equal(_bytes(expected, measure.one_nan), _bytes(found, measure.one_nan)))
+    if isinstance(measure, Norms):
+        return _is_near(expected.detach(), found.detach(), measure)
     return _is_close(expected.detach(), found.detach(), measure)
+
+
+def _is_near(expected: torch.Tensor, found: torch.Tensor, measure: Norms) -> bool:
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return bool(torch.equal(expected, found))
+    if not bool(expected.isfinite().all()):
+        return not bool(found.isfinite().all())
+    difference = torch.linalg.vector_norm(found - expected, dtype=torch.promote_types(found.dtype, torch.float32))
+    return float(difference) <= measure.relative * _norm(expected) + measure.floor * measure.kind
 
 
 def _is_close(expected: torch.Tensor, found: torch.Tensor, measure: Tolerance) -> bool:

@@ -20,6 +20,7 @@ class Spent:
     measuring_s: float = 0.0  #: what an op costs on this machine; once, then it is in the cache
     choosing_s: float = 0.0  #: what to rebuild, with the passes before that
     placing_s: float = 0.0  #: an offset for every value, and the checks of the result
+    kernels_s: float = 0.0  #: generated kernels, in mode fast
     writing_s: float = 0.0  #: the code that replays
 
     @classmethod

@@ -22,7 +22,7 @@ from takeback.compiler.program import Program
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.nondeterminism import nondeterminism
-from takeback.compiler.run.proof import Bits, Kept, Measure, Proof, differing, keep, same
+from takeback.compiler.run.proof import GRADIENT, Bits, Kept, Measure, Norms, Proof, differing, keep, same
 from takeback.compiler.run.transaction import Transaction
 from takeback.errors import CaptureError, VerifyError
 
@@ -167,6 +167,8 @@ class BesideEager:
         measure = self.proof.measure
         if isinstance(measure, Bits):
             measure = Bits(one_nan=True)  # training went on with them on both sides
+        if isinstance(measure, Norms):
+            measure = measure.among(t for _, t in self._state())
         if not same(measure, expected, loss):
             raise VerifyError(f"the compiled step's loss is {loss.item()!r}, eager's {expected.item()!r}. {cause}")
         for name, now in self._state():
@@ -258,7 +260,7 @@ def _gradients(recipe: Recipe, batch: Batch, scaling: Scaling | None) -> torch.T
 
 
 def _gradient(parameter: str) -> str:
-    return f"the gradient of {parameter}"
+    return GRADIENT + parameter
 
 
 def saved(live: Sequence[torch.Tensor], program: Program) -> Callable[[], None]:

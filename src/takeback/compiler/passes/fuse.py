@@ -1,0 +1,224 @@
+"""Makes clusters: runs of ops that move memory become one op each, and what only they read has no bytes any more.
+
+A group of ops is open until an op outside of it reads what it makes, or writes what it reads. Whoever may be part of a
+cluster joins the open groups that make its operands. A group runs where its last op ran, so that nothing is made later
+than before; what it read before then lives as long. A small result of what a group made, such as the sum of a
+gradient over its rows, joins it afterwards, when all that it reads is there.
+
+      h = mm(x, w)                        h = mm(x, w)
+      a = h + b         } one group       z = cluster(h, b)         a has no bytes
+      z = gelu(a)       }                 y = mm(z, v)
+      y = mm(z, v)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from takeback.compiler.cluster import clustered
+from takeback.compiler.geometry import path
+from takeback.compiler.passes.draft import Draft, Refusal
+from takeback.compiler.passes.fusible import why_not
+from takeback.compiler.program import BufferId, Op, Phase, Program, Region
+
+_MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
+_SMALL = 8  #: a result that is so many times smaller than what it is made of lives longer at no price
+
+
+@dataclass
+class Group:
+    """Positions of ops that run as one, at the position `at`."""
+
+    members: list[int] = field(default_factory=list)
+    made: set[BufferId] = field(default_factory=set)
+    reads: set[BufferId] = field(default_factory=set)
+    writes: set[BufferId] = field(default_factory=set)
+    is_open: bool = True
+    at: int = -1
+
+    def add_(self, position: int, op: Op) -> None:
+        self.members.append(position)
+        self.made |= {r.buffer for r in op.outputs if r.buffer not in op.mutates}
+        self.reads |= {r.buffer for r in op.inputs}
+        self.writes |= set(op.mutates)
+        if self.is_open:
+            self.at = position
+
+
+def fuse(draft: Draft) -> Draft:
+    """The draft with clusters in place of runs of ops that move memory. Refusals say what stayed out of them."""
+    program = draft.program
+    found = groups(program)
+    refusals = tuple(_refusals(program, found))
+    return replace(clusters_of(draft, found), refusals=draft.refusals + refusals)
+
+
+def clusters_of(draft: Draft, found: Iterable[Group]) -> Draft:
+    """The draft with one op in place of each group."""
+    program = draft.program
+    at = {group.at: group for group in found}
+    inside = {position: group for group in at.values() for position in group.members}
+    named = {r.buffer for _, r in program.named_regions()} | draft.kept
+    readers: dict[BufferId, set[int]] = {}
+    for position, op in enumerate(program.ops):
+        for r in op.inputs:
+            readers.setdefault(r.buffer, set()).add(position)
+    ops: list[Op] = []
+    for position, op in enumerate(program.ops):
+        group = inside.get(position)
+        if group is None:
+            ops.append(op)
+        elif group.at == position:
+            mine = set(group.members)
+            members = tuple(program.ops[i] for i in sorted(mine))
+            leaving = {b for b in group.made if b in named or readers.get(b, set()) - mine}
+            ops.append(clustered(members, program.buffers, leaving.__contains__))
+    return replace(draft, program=replace(program, ops=tuple(ops)))
+
+
+def groups(program: Program) -> list[Group]:
+    """Those of two ops or more, none of which overlap."""
+    return _Grouping(program).found
+
+
+class _Grouping:
+    """One walk over the ops."""
+
+    def __init__(self, program: Program) -> None:
+        self._ops = program.ops
+        self._bytes: Mapping[BufferId, int] = {
+            b.id: b.size_bytes for b in program.buffers.values() if not b.role.borrowed
+        }
+        self._of: dict[BufferId, Group] = {}  # who made a buffer
+        self._whole: dict[BufferId, Region] = {}  # the region in which it was made
+        self._made_at: dict[BufferId, int] = {}
+        self._written_at: dict[BufferId, int] = {}
+        self._groups: list[Group] = []
+        for position, op in enumerate(program.ops):
+            reason = why_not(op, program)
+            if reason is None:
+                self._fusible(position, op)
+            else:
+                self._outside(position, op)
+            for b in op.mutates:
+                self._written_at[b] = position
+        self.found = [g for g in self._groups if len(g.members) > 1]
+
+    def _outside(self, position: int, op: Op) -> None:
+        for r in op.inputs:
+            self._close_maker(r.buffer)
+        self._before_write(op.mutates, None)
+        for r in op.outputs:
+            self._made_at.setdefault(r.buffer, position)
+
+    def _close_maker(self, b: BufferId) -> None:
+        group = self._of.get(b)
+        if group is not None:
+            group.is_open = False
+
+    def _before_write(self, written: Iterable[BufferId], mine: Group | None) -> None:
+        """What reads or writes these buffers comes before whoever writes them now."""
+        written = set(written)
+        if written:
+            for group in self._groups:
+                if group.is_open and group is not mine and (group.reads | group.writes) & written:
+                    group.is_open = False
+
+    def _fusible(self, position: int, op: Op) -> None:
+        for group in self._groups:
+            if group.is_open and group.writes and group.writes & {r.buffer for r in op.inputs}:
+                group.is_open = False  # it reads what that one writes in place
+        sources: dict[int, Group] = {}
+        for r in op.inputs:
+            maker = self._of.get(r.buffer)
+            if maker is None or not maker.is_open:
+                continue
+            if path(self._whole[r.buffer], r) is None:
+                maker.is_open = False
+            else:
+                sources[id(maker)] = maker
+        joined = self._joined([g for g in sources.values() if g.is_open], op)
+        if joined is None:
+            joined = self._late(op)
+        if joined is None:
+            joined = Group()
+            self._groups.append(joined)
+        self._before_write(op.mutates, joined)
+        joined.add_(position, op)
+        for r in op.outputs:
+            if r.buffer not in op.mutates:
+                self._of[r.buffer], self._whole[r.buffer] = joined, r
+                self._made_at[r.buffer] = position
+
+    def _joined(self, sources: list[Group], op: Op) -> Group | None:
+        """The open groups that make an op's operands, as one; those that would make it too large are left."""
+        fitting: list[Group] = []
+        total = 1
+        for group in sorted(sources, key=lambda g: -g.at):
+            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, op):
+                fitting.append(group)
+                total += len(group.members)
+            else:
+                group.is_open = False
+        if not fitting:
+            return None
+        first, *others = fitting
+        for other in others:
+            first.members += other.members
+            first.made |= other.made
+            first.reads |= other.reads
+            first.writes |= other.writes
+            for b in other.made:
+                self._of[b] = first
+            self._groups.remove(other)
+        return first
+
+    def _over_the_turn(self, group: Group, op: Op) -> bool:
+        """Whether a group of the forward would wait for the backward with more bytes than it makes."""
+        if op.phase is Phase.FORWARD or self._ops[group.at].phase is not Phase.FORWARD:
+            return False
+        return self._size(group.reads - group.made) > self._size(group.made)
+
+    def _size(self, buffers: Iterable[BufferId]) -> int:
+        return sum(self._bytes.get(b, 0) for b in buffers)
+
+    def _late(self, op: Op) -> Group | None:
+        """A closed group that an op with a small result joins: all that it reads is there, as it was."""
+        read = {r.buffer for r in op.inputs}
+        makers = {id(g): g for g in (self._of.get(b) for b in read) if g is not None and not g.is_open}
+        if len(makers) != 1 or op.mutates:
+            return None
+        [group] = makers.values()
+        if len(group.members) >= _MOST_OPS or self._ops[group.at].phase is not op.phase:
+            return None
+        taken, given = max((_bytes(r) for r in op.inputs), default=0), sum(_bytes(r) for r in op.outputs)
+        if given * _SMALL > taken:
+            return None
+        for r in op.inputs:
+            b = r.buffer
+            if self._written_at.get(b, -1) > group.at:
+                return None
+            if b in group.made:
+                if path(self._whole[b], r) is None:
+                    return None
+                continue
+            maker = self._of.get(b)
+            if (maker.at if maker is not None else self._made_at.get(b, -1)) >= group.at:
+                return None
+        return group
+
+
+def _bytes(region: Region) -> int:
+    return int(region.numel * region.dtype.itemsize)
+
+
+def _refusals(program: Program, found: Iterable[Group]) -> Iterable[Refusal]:
+    """What could be part of a cluster by what it does, and is not."""
+    inside = {position for group in found for position in group.members}
+    for position, op in enumerate(program.ops):
+        if position in inside or op.phase is Phase.UPDATE or not op.outputs:
+            continue
+        reason = why_not(op, program) or "no op beside it reads or makes what it makes or reads"
+        first = op.outputs[0].buffer
+        yield Refusal("fuse", op.name, first, program.buffers[first].size_bytes, reason, op.site)

@@ -1,0 +1,89 @@
+"""The handoff to Inductor, all of it: a cluster in, a function that runs its generated kernels out.
+
+The ops are traced on fake tensors with Inductor's decompositions and compiled by `compile_fx_inner`, in which
+`torch.compile` and `standalone_compile` end, too; its caches on disk hold what comes out, for the next process. Operands
+have the alignment that the plan gives them, and results the strides that were recorded.
+
+Private torch throughout: checked on 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from takeback.compiler.program import Cluster, Region
+from takeback.compiler.run.cluster_ops import plainly, restrided, run_ops
+
+Compiled = Callable[[list[torch.Tensor]], Any]
+
+#: What is asked of Inductor. Results keep their strides; nothing is benchmarked; there is no check of shapes in each
+#: call, since the plan gives the same ones; a graph is never captured, since the plan may be.
+_SETTINGS = {
+    "fx_graph_cache": True,
+    "comprehensive_padding": False,
+    "keep_output_stride": True,
+    "size_asserts": False,
+    "nan_asserts": False,
+    "max_autotune": False,
+    "triton.cudagraphs": False,
+}
+
+
+class NotCompiled(Exception):
+    """Inductor, or its compiler, is missing or failed; says how."""
+
+
+def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
+    """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
+    try:
+        return _compile(cluster, device)
+    except Exception as error:  # whatever it is, eager's kernels do the same
+        said = str(error).strip().splitlines()
+        raise NotCompiled(f"{type(error).__name__}: {said[0] if said else 'no message'}") from error
+
+
+def _compile(cluster: Cluster, device: torch.device) -> Compiled:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def compute(*operands: torch.Tensor) -> list[torch.Tensor]:
+        found = run_ops(cluster, operands, plainly)
+        return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
+
+    mode = FakeTensorMode()
+    with warnings.catch_warnings(), mode, torch.no_grad():
+        warnings.simplefilter("ignore")
+        operands = [_fake(region, device) for region in cluster.inputs]
+        graph = make_fx(compute, decomposition_table=select_decomp_table())(*operands)
+    # Without this Inductor takes the strides of a result for its own affair.
+    output = graph.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
+    output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
+    known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
+    with warnings.catch_warnings(), V.set_fake_mode(mode), config.patch(known), torch.no_grad():
+        warnings.simplefilter("ignore")
+        compiled = compile_fx_inner(graph, operands, is_inference=True)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _has(config: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(config, part):
+            return False
+        config = getattr(config, part)
+    return True
+
+
+def _fake(region: Region, device: torch.device) -> torch.Tensor:
+    """An operand as the plan will give it: the same geometry, as well aligned."""
+    count = region.span_bytes[1] // region.dtype.itemsize
+    base = torch.empty(max(count, region.offset), dtype=region.dtype, device=device)
+    return base.as_strided(region.shape, region.stride, region.offset)

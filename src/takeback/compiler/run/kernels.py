@@ -1,0 +1,81 @@
+"""The kernels of a step's clusters: equal clusters have one, compiled once, and eager's until then.
+
+A kernel that was handed out stays where it is put into code: what it calls is replaced when it is compiled, or when it
+turns out not to be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from takeback.compiler.program import Cluster, Program
+from takeback.compiler.run.cluster_ops import eagerly
+from takeback.compiler.run.cluster_proof import what_is_wrong
+from takeback.compiler.run.inductor import NotCompiled, compile_cluster
+
+Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Told = Callable[[str], None]
+Aside = Callable[[], AbstractContextManager[None]]
+
+
+class ClusterKernel:
+    """What generated code calls for every cluster of one key."""
+
+    __slots__ = ("_call", "_kernels", "cluster", "note", "tried")
+
+    def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
+        self.cluster = cluster
+        self.note: str | None = "it has not been compiled yet"  #: why eager's kernels run; None if others do
+        self.tried = False  #: to compile it
+        self._kernels = kernels
+        self._call: Call = eagerly(cluster)
+
+    def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self._call(operands)
+
+    def use_(self, compiled: Call) -> None:
+        """From now on this one runs, if it is right where it is used first."""
+
+        def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            with self._kernels.aside():
+                wrong = what_is_wrong(self.cluster, compiled, operands)
+            self._call, self.note = (compiled, None) if wrong is None else (eagerly(self.cluster), wrong)
+            return self._call(operands)
+
+        self.tried, self._call, self.note = True, first, "it has not been used yet"
+
+    def refuse_(self, why: str) -> None:
+        self.tried, self.note = True, why
+
+
+class Kernels:
+    """Those of one compiled step, by the key of their cluster."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[str, ClusterKernel] = {}
+        self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
+
+    def of(self, cluster: Cluster) -> ClusterKernel:
+        if cluster.key not in self._known:
+            self._known[cluster.key] = ClusterKernel(cluster, self)
+        return self._known[cluster.key]
+
+    def compile_(self, program: Program, tell: Told) -> None:
+        """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels."""
+        waiting = [kernel for kernel in self.in_program(program) if not kernel.tried]
+        for number, kernel in enumerate(waiting):
+            tell(f"compiling kernel {number + 1} of {len(waiting)}")
+            try:
+                kernel.use_(compile_cluster(kernel.cluster, self._device))
+            except NotCompiled as error:
+                kernel.refuse_(f"it could not be compiled ({error})")
+
+    def in_program(self, program: Program) -> list[ClusterKernel]:
+        """The distinct kernels of a program, in order."""
+        clusters = [op.target for op in program.ops if isinstance(op.target, Cluster)]
+        return list(dict.fromkeys(self.of(cluster) for cluster in clusters))
