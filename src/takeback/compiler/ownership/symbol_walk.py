@@ -32,6 +32,7 @@ aten = torch.ops.aten
 #: Ops that treat every row by itself: operand 1 are rows of a buffer, and so is whatever else has as many.
 _BY_ROWS = frozenset(("nll_loss_backward", "_log_softmax_backward_data"))
 _BATCH_NORMS = frozenset((aten.native_batch_norm.default, aten.cudnn_batch_norm.default))
+_NORM_NAMES = frozenset(str(target) for target in _BATCH_NORMS)
 
 
 #: Arguments that are themselves. Others are told apart by their identity: passes hand them on.
@@ -282,7 +283,7 @@ class SymbolWalk:
             product = self._table.of("aten.mul.Tensor", (("self", held), ("other", trained.get("weight"))))
             scale = self._table.of("result", product, 0)
         same = (
-            name == facts.name
+            name in _NORM_NAMES
             and trained.get("training") == (bool, True)
             and trained.get("input") == self._symbols(x)
             and trained.get("bias") == self._symbols(bias)

@@ -13,13 +13,14 @@ gradient over its rows, joins it afterwards, when all that it reads is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from takeback.compiler.cluster import clustered
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft, Refusal
 from takeback.compiler.passes.fusible import why_not
+from takeback.compiler.passes.thin import Reader, made_again
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 _MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
@@ -49,37 +50,45 @@ class Group:
 def fuse(draft: Draft) -> Draft:
     """The draft with clusters in place of runs of ops that move memory. Refusals say what stayed out of them."""
     program = draft.program
-    found = groups(program)
-    refusals = tuple(_refusals(program, found))
-    return replace(clusters_of(draft, found), refusals=draft.refusals + refusals)
+    found = _Grouping(program).found
+    ops = {group.at: tuple(program.ops[i] for i in sorted(group.members)) for group in found}
+    buffers = dict(program.buffers)
+    readers = [Reader(mine, at) for at, mine in ops.items() if program.ops[at].phase is Phase.BACKWARD]
+    for reader, again in zip(readers, made_again(program, draft.kept, readers, buffers), strict=True):
+        ops[reader.at] = again
+    ops = {at: mine for at, mine in ops.items() if len(mine) > 1}
+    inside = {position: group.at for group in found if group.at in ops for position in group.members}
+    refusals = tuple(_refusals(program, inside))
+    made = _in_place(replace(program, buffers=buffers), draft.kept, ops, inside)
+    return replace(draft, program=made, refusals=draft.refusals + refusals)
 
 
-def clusters_of(draft: Draft, found: Iterable[Group]) -> Draft:
-    """The draft with one op in place of each group."""
-    program = draft.program
-    at = {group.at: group for group in found}
-    inside = {position: group for group in at.values() for position in group.members}
-    named = {r.buffer for _, r in program.named_regions()} | draft.kept
+def _in_place(
+    program: Program, kept: frozenset[BufferId], clusters: Mapping[int, tuple[Op, ...]], inside: Mapping[int, int]
+) -> Program:
+    """The program with one op in place of each cluster's ops. `inside` says where the cluster of an op runs."""
+    runs: list[tuple[Op, ...]] = []
+    for position, op in enumerate(program.ops):
+        at = inside.get(position)
+        if at is None:
+            runs.append((op,))
+        elif at == position:
+            runs.append(clusters[at])
+    named = {r.buffer for _, r in program.named_regions()} | kept
     readers: dict[BufferId, set[int]] = {}
-    for position, op in enumerate(program.ops):
-        for r in op.inputs:
-            readers.setdefault(r.buffer, set()).add(position)
+    for number, run in enumerate(runs):
+        for op in run:
+            for r in op.inputs:
+                readers.setdefault(r.buffer, set()).add(number)
     ops: list[Op] = []
-    for position, op in enumerate(program.ops):
-        group = inside.get(position)
-        if group is None:
-            ops.append(op)
-        elif group.at == position:
-            mine = set(group.members)
-            members = tuple(program.ops[i] for i in sorted(mine))
-            leaving = {b for b in group.made if b in named or readers.get(b, set()) - mine}
-            ops.append(clustered(members, program.buffers, leaving.__contains__))
-    return replace(draft, program=replace(program, ops=tuple(ops)))
-
-
-def groups(program: Program) -> list[Group]:
-    """Those of two ops or more, none of which overlap."""
-    return _Grouping(program).found
+    for number, run in enumerate(runs):
+        if len(run) == 1:
+            ops.append(run[0])
+            continue
+        made = {r.buffer for op in run for r in op.outputs}
+        leaving = {b for b in made if b in named or readers.get(b, set()) - {number}}
+        ops.append(clustered(run, program.buffers, leaving.__contains__))
+    return replace(program, ops=tuple(ops))
 
 
 class _Grouping:
@@ -103,7 +112,7 @@ class _Grouping:
                 self._outside(position, op)
             for b in op.mutates:
                 self._written_at[b] = position
-        self.found = [g for g in self._groups if len(g.members) > 1]
+        self.found = self._groups
 
     def _outside(self, position: int, op: Op) -> None:
         for r in op.inputs:
@@ -213,9 +222,8 @@ def _bytes(region: Region) -> int:
     return int(region.numel * region.dtype.itemsize)
 
 
-def _refusals(program: Program, found: Iterable[Group]) -> Iterable[Refusal]:
+def _refusals(program: Program, inside: Container[int]) -> Iterable[Refusal]:
     """What could be part of a cluster by what it does, and is not."""
-    inside = {position for group in found for position in group.members}
     for position, op in enumerate(program.ops):
         if position in inside or op.phase is Phase.UPDATE or not op.outputs:
             continue

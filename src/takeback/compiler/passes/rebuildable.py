@@ -13,10 +13,12 @@ from dataclasses import replace
 import torch
 
 from takeback.compiler.ownership.facts import EMPTY
+from takeback.compiler.passes.partial import partial
 from takeback.compiler.program import (
     Argument,
     Buffer,
     BufferId,
+    Cluster,
     Op,
     Phase,
     Region,
@@ -47,6 +49,8 @@ def may_rebuild(op: Op, device: str) -> bool:
     target = op.target
     if isinstance(target, Special) or op.expected is not None or op.phase is not Phase.FORWARD:
         return False
+    if isinstance(target, Cluster):
+        return partial(op) is not None
     if target.namespace != "aten" or target in EMPTY:
         return False
     if draws_random_numbers(op) or torch.Tag.nondeterministic_bitwise in target.tags:
@@ -54,6 +58,13 @@ def may_rebuild(op: Op, device: str) -> bool:
     if target in _BATCH_NORMS:
         return bool(op.args[5]) and (device != "cpu" or _norm_keeps_bits(op))
     return not op.mutates and not schema_of(target).is_mutable and bool(op.outputs)
+
+
+def _part(op: Op) -> Op:
+    """Of a cluster, what makes its large results."""
+    found = partial(op) if isinstance(op.target, Cluster) else op
+    assert found is not None
+    return found
 
 
 def draws_random_numbers(op: Op) -> bool:
@@ -87,6 +98,7 @@ def _dense(x: Region, order: Sequence[int]) -> bool:
 
 def rebuild_reads(op: Op, device: str) -> Iterator[Region]:
     """What rebuilding the op reads."""
+    op = _part(op)
     if op.target not in _BATCH_NORMS:
         yield from op.inputs
     elif device == "cpu":
@@ -97,11 +109,13 @@ def rebuild_reads(op: Op, device: str) -> Iterator[Region]:
 
 def rebuild_gives(op: Op, device: str) -> tuple[Region, ...]:
     """What rebuilding the op gives: of a batch norm on the CPU the result alone, its statistics are read."""
+    op = _part(op)
     return tuple(regions(op.results[0])) if op.target in _BATCH_NORMS and device == "cpu" else op.outputs
 
 
 def stand_in(op: Op, device: str) -> Op:
     """An op that takes as long as rebuilding this one does."""
+    op = _part(op)
     evaluates = op.target in _BATCH_NORMS and device == "cpu"
     return replace(op, args=(*op.args[:5], False, *op.args[6:])) if evaluates else op
 
@@ -115,6 +129,7 @@ def rebuild(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[
         buffers[ident] = replace(buffers[like.buffer], id=ident, size_bytes=size_bytes, name="")
         return replace(like, buffer=ident)
 
+    op = _part(op)
     if op.target in _BATCH_NORMS:
         if device == "cpu":
             ops = _rebuild_norm(op, buffers, new)
