@@ -19,69 +19,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from gpu_results import Results, in_words, show
 
 HERE = Path(__file__).parent
 SYSTEMS = (
     "eager,compile,compile:reduce-overhead,compile@0.9,compile@0.7,compile@0.5,compile@0.3,fast@keep,fast@auto,fast@min"
 )
 TOLD = 12  #: lines that are shown of what a process said that failed
-Row = dict[str, Any]  #: a gpu_systems.GpuRow as data, with the number of its `process`; or an `error`
-
-
-# -- the file ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Results:
-    """The rows of a file. A new one replaces that of the same model, system and process."""
-
-    path: Path | None
-    machine: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, path: Path | None) -> Results:
-        if path is None or not path.exists():
-            return cls(path)
-        data = json.loads(path.read_text())
-        return cls(path, data["machine"], data["rows"])
-
-    def add_(self, machine: dict[str, Any], row: Row) -> None:
-        """A row that failed takes no measured one's place."""
-        same = [i for i, other in enumerate(self.rows) if _key(other) == _key(row)]
-        if same and "error" in row and "error" not in self.rows[same[0]]:
-            return
-        if machine and self.machine and machine != self.machine:
-            changed = sorted(k for k in machine.keys() | self.machine if machine.get(k) != self.machine.get(k))
-            print(f"note: the file has rows of another machine or version: {', '.join(changed)}", flush=True)
-        self.machine = machine or self.machine
-        self.rows[slice(same[0], same[0] + 1) if same else slice(len(self.rows), None)] = [row]
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps({"machine": self.machine, "rows": self.rows}, indent=1) + "\n")
-
-    def median(self, model: str, system: str) -> Row | None:
-        """Over the processes that measured it; what is not a number is that of the first."""
-        found = [r for r in self.rows if (r["model"], r["system"]) == (model, system)]
-        good = [r for r in found if "error" not in r]
-        if not good:
-            return found[0] if found else None
-        numbers = [k for k, v in good[0].items() if isinstance(v, float) and all(r.get(k) is not None for r in good)]
-        return good[0] | {k: statistics.median(r[k] for r in good) for k in numbers} | {"processes": len(good)}
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    return row["model"], row["system"], row.get("process", 0)
 
 
 # -- processes -----------------------------------------------------------------------------------------------------
@@ -117,8 +69,12 @@ def child(words: list[str], limit_s: float, threads: int | None = None) -> tuple
 
 def common_words(arguments: argparse.Namespace) -> list[str]:
     words = ["--device", arguments.device, *(["--tiny"] if arguments.tiny else [])]
-    words += ["--mode", arguments.mode] if arguments.mode else []
     return words + (["--cache", str(arguments.cache)] if arguments.cache else [])
+
+
+def systems_of(arguments: argparse.Namespace) -> list[str]:
+    names = arguments.systems.split(",")
+    return [name.replace("fast@", f"{arguments.mode}@") if name.startswith("fast@") else name for name in names]
 
 
 def asked_of(system: str, model: str, results: Results) -> str | None:
@@ -134,7 +90,7 @@ def asked_of(system: str, model: str, results: Results) -> str | None:
 def run(arguments: argparse.Namespace) -> None:
     begun = time.monotonic()
     results = Results.of(arguments.json)
-    systems = arguments.systems.split(",")
+    systems = systems_of(arguments)
     if arguments.parallel_warm:
         fill(arguments, systems)
     for model in arguments.models:
@@ -178,7 +134,7 @@ def fill(arguments: argparse.Namespace, systems: list[str]) -> None:
 def curves(arguments: argparse.Namespace) -> None:
     results = Results.of(arguments.json)
     for model in arguments.models:
-        for system in arguments.systems.split(","):
+        for system in systems_of(arguments):
             words = ["learn", model, system, "--steps", str(arguments.steps), *common_words(arguments)]
             got, why = child(words, arguments.limit_s)
             row = got["row"] if got else {"model": model, "system": system, "error": why}
@@ -200,8 +156,6 @@ def one(arguments: argparse.Namespace) -> None:
     import gpu_systems
 
     system = arguments.system
-    if arguments.mode and system.partition("@")[0] == "fast":
-        system = system.replace("fast", arguments.mode, 1)
     where = {"device": arguments.device, "tiny": arguments.tiny}
     if arguments.command == "learn":
         found = gpu_systems.learn(arguments.model, system, steps=arguments.steps, **where)
@@ -238,80 +192,8 @@ def use_cache_(arguments: argparse.Namespace) -> str:
 
 def marker_of(arguments: argparse.Namespace) -> Path:
     size = "tiny" if arguments.tiny else "full"
-    words = (arguments.model, arguments.system, arguments.mode or "", arguments.device, size)
+    words = (arguments.model, arguments.system, arguments.device, size)
     return Path(arguments.cache) / ("was-" + "-".join("".join(c if c.isalnum() else "_" for c in w) for w in words))
-
-
-# -- tables --------------------------------------------------------------------------------------------------------
-
-
-def in_words(row: Row) -> str:
-    if "error" in row:
-        return f"{row['model']} {row['system']}: {row['error']}"
-    peak = "" if row["peak_mib"] is None else f", peak {row['peak_mib']:.0f} MiB (reserved {row['reserved_mib']:.0f})"
-    first = f"first three {row['first_s']:.1f} s ({row['cache']})"
-    return f"{row['model']} {row['system']}: {row['ms']:.2f} ms, host {row['host_ms']:.2f}{peak}, {first}"
-
-
-HEAD = (
-    "model",
-    "system",
-    "ms",
-    "×",
-    "host",
-    "peak",
-    "×",
-    "above",
-    "reserved",
-    "resident",
-    "planned",
-    "fused",
-    "first s",
-    "loss",
-)
-
-
-def cells(row: Row, base: Row | None) -> list[str]:
-    """`above` is what lies above resident, as a part of torch.compile's; `planned` is takeback's own count of it, as a
-    part of what was measured; `fused` is how many kernels its plan has."""
-    if "error" in row:
-        return [row["model"], row["system"], "[red]" + row["error"][:60].replace("[", "\\[")]
-
-    def times(value: float | None, other: float | None) -> str:
-        return f"{value / other:.3f}" if value and other else ""
-
-    def mib(name: str) -> str:
-        return "" if row[name] is None else f"{row[name]:.0f}"
-
-    def above(of: Row | None) -> float | None:
-        return None if of is None or of["peak_mib"] is None else of["peak_mib"] - of["resident_mib"]
-
-    planned = row.get("planned") or {}
-    base = base or {}
-    return [
-        *(row["model"], row["system"], f"{row['ms']:.2f}", times(row["ms"], base.get("ms")), f"{row['host_ms']:.1f}"),
-        *(mib("peak_mib"), times(row["peak_mib"], base.get("peak_mib")), times(above(row), above(base or None))),
-        *(mib("reserved_mib"), mib("resident_mib"), times(above(planned or None), above(row))),
-        str(planned.get("kernels") or planned.get("clusters") or ""),
-        f"{row['first_s']:.1f} {row['cache']}",
-        f"{row['loss']:.4f}",
-    ]
-
-
-def show(results: Results, models: Iterable[str]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*HEAD, box=box.SIMPLE_HEAD, pad_edge=False)
-    for model in models:
-        base = results.median(model, "compile")
-        base = None if base is None or "error" in base else base
-        for system in dict.fromkeys(r["system"] for r in results.rows if r["model"] == model):
-            row = results.median(model, system)
-            if row is not None:
-                table.add_row(*cells(row, base))
-    Console(width=170).print(table)
 
 
 def main() -> None:
@@ -332,11 +214,11 @@ def main() -> None:
         command.add_argument("--steps", type=int, default=200 if name in ("curves", "learn") else 12)
         command.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
         command.add_argument("--tiny", action="store_true")
-        command.add_argument("--mode", default=None, help="what stands in for mode fast in the systems fast@...")
         command.add_argument("--cache", type=Path, default=None)
         if name in ("run", "curves"):
             default = ",".join(SYSTEMS) if name == "run" else "eager,eager@2,fast@auto"
             command.add_argument("--systems", default=default, help="separated by commas")
+            command.add_argument("--mode", default="fast", help="exact: fast@min stands for exact@min, ...")
             command.add_argument("--limit-s", type=float, default=150 if name == "run" else 300, help="for each row")
         if name == "run":
             command.add_argument("--repeat", type=int, default=1, help="processes for each row")

@@ -16,11 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpu_data import Batch, Draw, Lessons, ids, masked_ids, next_ids, pictures, shapes, texts
 from takeback import zoo
 from takeback.zoo import dit, ssm
-
-Batch = tuple[Tensor, ...]
-Draw = Callable[[int, torch.Generator], Batch]  #: rows and a generator, on whose device the batch is
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Size:
     build: Callable[[], nn.Module]
     draw: Draw
     rows: int
-    lessons: Callable[[int, int], Iterator[Batch]] | None = None  #: rows and a seed: batches to learn from, on the CPU
+    lessons: Lessons | None = None
 
 
 @dataclass(frozen=True)
@@ -58,42 +56,6 @@ class GpuModel:
     liger: str = ""
 
 
-# -- data ----------------------------------------------------------------------------------------------------------
-
-
-def _images(rows: int, generator: torch.Generator, *, side: int, classes: int, channels: int = 3) -> Batch:
-    device = generator.device
-    images = torch.randn(rows, channels, side, side, generator=generator, device=device)
-    return images, torch.randint(classes, (rows,), generator=generator, device=device)
-
-
-def _ids(rows: int, generator: torch.Generator, *, length: int, vocabulary: int) -> Batch:
-    return (torch.randint(vocabulary, (rows, length), generator=generator, device=generator.device),)
-
-
-def _masked_ids(rows: int, generator: torch.Generator, *, length: int, vocabulary: int) -> Batch:
-    """Ids and labels: 15 % of the tokens are to be told."""
-    [ids] = _ids(rows, generator, length=length, vocabulary=vocabulary)
-    hidden = torch.rand(ids.shape, generator=generator, device=ids.device) < 0.15
-    return ids.masked_fill(hidden, 1), ids.masked_fill(~hidden, -100)
-
-
-def _next_ids(rows: int, generator: torch.Generator, *, length: int, vocabulary: int) -> Batch:
-    [ids] = _ids(rows, generator, length=length + 1, vocabulary=vocabulary)
-    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-
-def _text(rows: int, seed: int, *, length: int) -> Iterator[Batch]:
-    """Bytes of Python's own sources."""
-    return ((ids,) for ids, _ in zoo.byte_batches(rows, length, seed))
-
-
-def _shapes(rows: int, seed: int, *, side: int) -> Iterator[Batch]:
-    """Drawn small and enlarged: at full size the drawing would take longer than the step."""
-    for images, labels in zoo.shape_batches(rows, 32, seed):
-        yield F.interpolate(images, size=(side, side), mode="bilinear"), labels
-
-
 # -- losses --------------------------------------------------------------------------------------------------------
 
 
@@ -101,13 +63,12 @@ def _classes(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def _causal(model: nn.Module, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+def _causal(model: nn.Module, tokens: Tensor) -> Tensor:
+    return _labelled(model, tokens, tokens)
 
 
-def _labelled(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=labels).loss
+def _labelled(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=tokens, labels=labels).loss
     return loss
 
 
@@ -198,18 +159,18 @@ _VIT_B_16 = {
 _SMALL_VIT = {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
 _DIT_B_2 = zoo.DiTConfig(size=32, patch=2, channels=4, classes=1000, width=768, layers=12, heads=12)
 
-_PICTURES = partial(_images, side=224, classes=1000)
-_SMALL_PICTURES = partial(_images, side=32, classes=10)
-_SMALL_IDS = partial(_ids, length=32, vocabulary=509)
-_SMALL_TEXT = partial(_text, length=32)
+_PICTURES = partial(pictures, side=224, classes=1000)
+_SMALL_PICTURES = partial(pictures, side=32, classes=10)
+_SMALL_IDS = partial(ids, length=32, vocabulary=509)
+_SMALL_TEXT = partial(texts, length=32)
 
 HELD_OUT = ("qwen2", "convnext")
 
 MODELS: dict[str, GpuModel] = {
     "resnet50": GpuModel(
         "ResNet-50 (torchvision), 256 × 224², bf16 autocast, channels_last, SGD with momentum",
-        Size(_resnet50, _PICTURES, 256, partial(_shapes, side=224)),
-        Size(_tiny_resnet, _SMALL_PICTURES, 4, partial(_shapes, side=32)),
+        Size(_resnet50, _PICTURES, 256, partial(shapes, side=224)),
+        Size(_tiny_resnet, _SMALL_PICTURES, 4, partial(shapes, side=32)),
         _classes,
         lr=0.02,
         momentum=True,
@@ -219,9 +180,9 @@ MODELS: dict[str, GpuModel] = {
         "GPT-2 124M (transformers), 16 × 1024, bf16 autocast, dropout, AdamW",
         Size(
             partial(_causal_lm, "GPT2Config"),
-            partial(_ids, length=1024, vocabulary=50257),
+            partial(ids, length=1024, vocabulary=50257),
             16,
-            partial(_text, length=1024),
+            partial(texts, length=1024),
         ),
         Size(
             partial(_causal_lm, "GPT2Config", vocab_size=509, n_embd=64, n_layer=2, n_head=4, n_positions=32),
@@ -236,9 +197,9 @@ MODELS: dict[str, GpuModel] = {
         "Llama 1.2 B (transformers), 4 × 2048, bf16 weights, AdamW",
         Size(
             partial(_causal_lm, "LlamaConfig", _BF16, **_LLAMA),
-            partial(_ids, length=2048, vocabulary=128256),
+            partial(ids, length=2048, vocabulary=128256),
             4,
-            partial(_text, length=2048),
+            partial(texts, length=2048),
         ),
         Size(
             partial(_causal_lm, "LlamaConfig", _BF16, **_SMALL_LM, num_key_value_heads=2, tie_word_embeddings=True),
@@ -252,35 +213,35 @@ MODELS: dict[str, GpuModel] = {
     ),
     "vit": GpuModel(
         "ViT-B/16 (torchvision), 256 × 224², bf16 autocast, AdamW",
-        Size(partial(_vit, **_VIT_B_16), _PICTURES, 256, partial(_shapes, side=224)),
-        Size(partial(_vit, **_SMALL_VIT, num_classes=10), _SMALL_PICTURES, 4, partial(_shapes, side=32)),
+        Size(partial(_vit, **_VIT_B_16), _PICTURES, 256, partial(shapes, side=224)),
+        Size(partial(_vit, **_SMALL_VIT, num_classes=10), _SMALL_PICTURES, 4, partial(shapes, side=32)),
         _classes,
     ),
     "bert": GpuModel(
         "BERT-base (transformers), masked words, 64 × 512, bf16 autocast, dropout, AdamW",
-        Size(partial(_masked_lm, "BertConfig"), partial(_masked_ids, length=512, vocabulary=30522), 64),
-        Size(partial(_masked_lm, "BertConfig", **_SMALL_LM), partial(_masked_ids, length=32, vocabulary=509), 2),
+        Size(partial(_masked_lm, "BertConfig"), partial(masked_ids, length=512, vocabulary=30522), 64),
+        Size(partial(_masked_lm, "BertConfig", **_SMALL_LM), partial(masked_ids, length=32, vocabulary=509), 2),
         _labelled,
     ),
     "dit": GpuModel(
         "DiT-B/2 (takeback's zoo), 256 × 32² latents, bf16 autocast, AdamW",
         Size(
             partial(zoo.DiT, _DIT_B_2),
-            partial(_images, side=32, classes=1000, channels=4),
+            partial(pictures, side=32, classes=1000, channels=4),
             256,
         ),
-        Size(partial(zoo.DiT, dit.SMALL), partial(_images, side=16, classes=10), 2),
+        Size(partial(zoo.DiT, dit.SMALL), partial(pictures, side=16, classes=10), 2),
         dit.ddpm_loss,
     ),
     "ssm": GpuModel(
         "Mamba-2 130M (takeback's zoo), 16 × 1024, bf16 autocast, AdamW",
-        Size(partial(zoo.SSM, ssm.MAMBA2_130M), partial(_next_ids, length=1024, vocabulary=50288), 16),
-        Size(partial(zoo.SSM, ssm.SMALL), partial(_next_ids, length=64, vocabulary=256), 2),
+        Size(partial(zoo.SSM, ssm.MAMBA2_130M), partial(next_ids, length=1024, vocabulary=50288), 16),
+        Size(partial(zoo.SSM, ssm.SMALL), partial(next_ids, length=64, vocabulary=256), 2),
         ssm.loss_fn,
     ),
     "qwen2": GpuModel(
         "Qwen2 0.5 B (transformers), 4 × 2048, bf16 weights, AdamW",
-        Size(partial(_causal_lm, "Qwen2Config", _BF16, **_QWEN), partial(_ids, length=2048, vocabulary=151936), 4),
+        Size(partial(_causal_lm, "Qwen2Config", _BF16, **_QWEN), partial(ids, length=2048, vocabulary=151936), 4),
         Size(
             partial(_causal_lm, "Qwen2Config", _BF16, **_SMALL_LM, num_key_value_heads=2, tie_word_embeddings=True),
             _SMALL_IDS,

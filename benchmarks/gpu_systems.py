@@ -45,7 +45,8 @@ class GpuRow:
     host_ms: float  #: until the call of a step comes back, with an idle device
     peak_mib: float | None
     reserved_mib: float | None
-    resident_mib: float | None  #: between steps
+    between_mib: float | None  #: alive between steps
+    resident_mib: float  #: parameters, module buffers, optimizer state and batch: the same for all systems
     first_s: float  #: from before the system is made until the third step has ended
     ready_s: float  #: before that: imports, the device's start, model and batch
     cache: str  #: what was found of earlier processes: "cold", "warm", "others'" or "unknown"
@@ -78,7 +79,7 @@ def row(model: str, system: str, *, device: str, tiny: bool, steps: int, since: 
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times, loss = _steady(step, batch, steps, device)
-    memory: dict[str, float | None] = dict.fromkeys(("peak_mib", "reserved_mib", "resident_mib"))
+    memory: dict[str, float | None] = dict.fromkeys(("peak_mib", "reserved_mib", "between_mib"))
     if device == "cuda":
         taken = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), torch.cuda.memory_allocated())
         memory = {name: round(size / MIB, 2) for name, size in zip(memory, taken, strict=True)}
@@ -89,6 +90,7 @@ def row(model: str, system: str, *, device: str, tiny: bool, steps: int, since: 
         spread_ms=round(_quartiles(times), 3),
         host_ms=round(_host(step, batch, device), 3),
         **memory,
+        resident_mib=round(_resident_bytes(running.case) / MIB, 2),
         first_s=round(first_s, 2),
         ready_s=round(ready_s, 2),
         cache=cache,
@@ -242,6 +244,13 @@ def _host(step: Step, batch: tuple[Tensor, ...], device: str) -> float:
         times.append((time.perf_counter() - start) * 1e3)
     wait(device)
     return statistics.median(times)
+
+
+def _resident_bytes(case: GpuCase) -> int:
+    state = (t for each in case.optimizer.state.values() for t in each.values() if isinstance(t, Tensor))
+    tensors = (*case.model.parameters(), *case.model.buffers(), *state, *case.batch)
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
 
 
 def _planned(step: tb.CompiledStep) -> dict[str, Any]:
