@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,8 @@ from gpu_results import Results, in_words, show
 
 HERE = Path(__file__).parent
 SYSTEMS = (
-    "eager,compile,compile:reduce-overhead,compile@0.9,compile@0.7,compile@0.5,compile@0.3,fast@keep,fast@auto,fast@min"
+    *("eager", "compile", "compile:reduce-overhead", "compile@0.9", "compile@0.7", "compile@0.5", "compile@0.3"),
+    *("fast@keep", "fast@auto", "fast@min"),
 )
 TOLD = 12  #: lines that are shown of what a process said that failed
 
@@ -64,7 +66,13 @@ def child(words: list[str], limit_s: float, threads: int | None = None) -> tuple
             return json.loads(out.read_text()) if out.exists() else {}, ""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     print(*lines[-TOLD:], sep="\n", flush=True)
-    return None, lines[-1][:500] if lines else f"ended with {process.returncode}"
+    return None, guilty(lines) or f"ended with {process.returncode}"
+
+
+def guilty(lines: list[str]) -> str:
+    """The last line that names an error, before the advice that some end with; else the last one."""
+    named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\w*: ", line)]
+    return (named or lines or [""])[-1][:500]
 
 
 def common_words(arguments: argparse.Namespace) -> list[str]:
@@ -126,8 +134,13 @@ def fill(arguments: argparse.Namespace, systems: list[str]) -> None:
         _, why = child(["row", *case, "--warm-only", *common_words(arguments)], 2 * arguments.limit_s, threads)
         return f"warm {' '.join(case)}: {time.monotonic() - start:.0f} s {why}"
 
+    todo = [case for case in todo if "@peak:" not in case[1]]
+    # What takeback measures of the machine, once, it measures while nothing else runs.
+    alone = [case for case in todo if not case[1].startswith("compile")][:1]
+    for case in alone:
+        print(one(case), flush=True)
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for line in pool.map(one, [case for case in todo if "@peak:" not in case[1]]):
+        for line in pool.map(one, [case for case in todo if case not in alone]):
             print(line, flush=True)
 
 

@@ -72,8 +72,8 @@ HEAD = (
 
 
 def cells(row: Row, base: Row | None) -> list[str]:
-    """`above` is the peak above resident, as a part of torch.compile's; `planned` is takeback's own count of what a step
-    adds, as a part of what was measured above what is alive between steps; `fused` is how many kernels its plan has."""
+    """`above`: the peak above resident, as a part of torch.compile's; `planned`: takeback's own count of what a step
+    adds, as a part of what was measured above what is alive between steps; `fused`: how many kernels its plan has."""
     if "error" in row:
         return [row["model"], row["system"], "failed"]
     base, planned = base or {}, row.get("planned") or {}

@@ -133,6 +133,8 @@ def _version(name: str) -> str:
 
 def started(model: str, system: str, *, device: str, tiny: bool) -> Running:
     """The model and its batch are there; the system itself is `made` later, for that is timed."""
+    if model not in MODELS:
+        raise SystemExit(f"unknown model {model!r}; there are {', '.join(MODELS)}")
     if system == "liger":
         _apply_liger(model, device)
     case = build(model, device, tiny=tiny)
