@@ -212,6 +212,67 @@ def norms(data: dict[str, Any]) -> str:
     return bars("ResNet-50, batch 256 × 224²: in-place norms", machine_of(data), systems)
 
 
+# -- losses --------------------------------------------------------------------------------------------------------
+
+
+def loss_curves(model: str, title: str) -> Callable[[dict[str, Any]], str]:
+    """The losses of two eager trainings that differ in their dropout, and of takeback's, over the steps."""
+    looks = (
+        ("eager", "eager", EAGER, 5.0, ""),
+        ("eager@2", "eager, other dropout", OTHERS, 1.5, "2 3"),
+        ("fast@auto", 'takeback, mode="fast"', OURS, 1.5, ""),
+    )
+
+    def draw(data: dict[str, Any]) -> str:
+        left, right, top, bottom, height = 64, 20, 64, 44, 330
+        rows = {row["system"]: row["losses"] for row in data["rows"] if row["model"] == model and "losses" in row}
+        most = max(map(max, rows.values()))
+        ceiling = -(-most // 1)
+        wide, tall = WIDTH - left - right, height - top - bottom
+        parts = [text(left, 26, title, size=15, weight="bold"), text(left, 46, "loss", size=12, color=FAINT)]
+        for tick in range(0, int(ceiling) + 1, max(1, int(ceiling) // 6)):
+            y = top + tall * (1 - tick / ceiling)
+            parts += [line(left, y, left + wide, y), text(left - 8, y + 4, f"{tick}", anchor="end", color=FAINT)]
+        found = [look for look in looks if look[0] in rows]
+        for i, (name, label, color, width, dash) in enumerate(found):
+            each = wide / max(1, len(rows[name]) - 1)
+            points = (f"{left + k * each:.1f},{top + tall * (1 - v / ceiling):.1f}" for k, v in enumerate(rows[name]))
+            style = f'fill="none" stroke="{color}" stroke-width="{width}"' + (
+                f' stroke-dasharray="{dash}"' * bool(dash)
+            )
+            parts.append(f'<polyline points="{" ".join(points)}" {style}/>')
+            x, y = left + wide - 190, 58 + 20 * i
+            parts += [f'<line x1="{x}" y1="{y}" x2="{x + 24}" y2="{y}" {style}/>', text(x + 32, y + 4, label)]
+        parts.append(text(left, height - 16, _apart(rows, data), size=12, color=FAINT))
+        return page(height, title, parts)
+
+    return draw
+
+
+def _apart(rows: dict[str, list[float]], data: dict[str, Any]) -> str:
+    """`200 steps; mean distance from eager 0.004, of another dropout's eager 0.005; NVIDIA H200, torch 2.11`."""
+
+    def distance(name: str) -> str:
+        return f"{sum(abs(a - b) for a, b in zip(rows[name], eager, strict=True)) / len(eager):.4f}"
+
+    eager = rows["eager"]
+    said = [f"{len(eager)} steps; mean distance from eager {distance('fast@auto')}"]
+    said += [f", of eager with other dropout {distance('eager@2')}"] if "eager@2" in rows else []
+    return "".join(said) + f"; {data['machine']['device']}, torch {data['machine']['torch']}"
+
+
+def has_losses(source: str, model: str) -> bool:
+    if not (RESULTS / source).exists():
+        return False
+    rows = json.loads((RESULTS / source).read_text())["rows"]
+    return {"eager", "fast@auto"} <= {row["system"] for row in rows if row["model"] == model and "losses" in row}
+
+
+CURVES = {
+    "gpt2": "GPT-2 124M, 16 × 1024 bytes of text",
+    "resnet50": "ResNet-50, 256 × 224², drawn shapes",
+}
+
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "memory-over-a-step.svg": ("memory-curve-cpu.json", memory_curve),
     "frontier-cpu-gpt.svg": ("frontier-cpu.json", frontier("gpt", "GPT, 4 layers of 384, 8 × 256 tokens, on a CPU")),
@@ -220,6 +281,13 @@ PLOTS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "frontier-cuda-resnet.svg": ("frontier-cuda.json", frontier("resnet", "ResNet-50, 256 × 112², on an H200")),
     "architectures-cpu.svg": ("architectures-cpu.json", architectures),
     "norms-cuda.svg": ("norms-cuda.json", norms),
+}
+
+
+PLOTS |= {
+    f"gpu-curves-{model}.svg": ("gpu-curves.json", loss_curves(model, title))
+    for model, title in CURVES.items()
+    if has_losses("gpu-curves.json", model)
 }
 
 
