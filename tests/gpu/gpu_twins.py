@@ -6,6 +6,7 @@ Batches are drawn on the CPU and moved, so the GPU's generator belongs to the st
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.resnet import ResNet, ResNetConfig
 
 DEVICE = "cuda"
+exact_step = functools.partial(tb.compile_step, mode="exact")
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -113,7 +115,7 @@ def train_both(case: Case, *, steps: int = 6, plans: int | None = 1, poison: boo
     ours, eager = case.model(), case.model()
     ours_optimizer, eager_optimizer = case.optimizer(ours), case.optimizer(eager)
     settings = {"keep_grads": True, **case.settings}
-    step = tb.compile_step(ours, case.loss_fn, ours_optimizer, **settings, poison=poison)
+    step = exact_step(ours, case.loss_fn, ours_optimizer, **settings, poison=poison)
     recipe = {k: v for k, v in settings.items() if k in ("accumulate", "clip_norm")}
     returned: list[tuple[Tensor, Tensor]] = []
     for i in range(steps):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_twins import exact_step
 from torch import Tensor, nn
-
-import takeback as tb
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -35,7 +34,7 @@ def train(compiled: bool) -> list[Tensor]:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return Scaled.apply(model(x)).square().mean()
 
-    step = tb.compile_step(model, loss_fn, optimizer, memory="keep", verify_every=0) if compiled else None
+    step = exact_step(model, loss_fn, optimizer, memory="keep", verify_every=0) if compiled else None
     seen = []
     for i in range(7):
         if i == 4:
@@ -62,7 +61,7 @@ def test_a_trainer_whose_counters_tick_has_one_plan() -> None:
             self.model = nn.Linear(8, 8, device="cuda")
             self.steps, self.scale = 0, 2.0
             optimizer = torch.optim.AdamW(self.model.parameters())
-            self.step = tb.compile_step(self.model, self.loss, optimizer, memory="keep")
+            self.step = exact_step(self.model, self.loss, optimizer, memory="keep")
 
         def loss(self, model: nn.Module, x: Tensor) -> Tensor:
             return model(x).square().mean() * self.scale

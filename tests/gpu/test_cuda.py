@@ -21,6 +21,7 @@ from gpu_twins import (
     channels_last,
     convnet,
     everything,
+    exact_step,
     gpt,
     images,
     labelled,
@@ -124,7 +125,7 @@ def test_scheduler_changes_the_next_step() -> None:
     eager.load_state_dict(ours.state_dict())
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ours, eager)]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
-    step = tb.compile_step(ours, labelled, optimizers[0])
+    step = exact_step(ours, labelled, optimizers[0])
     for i in range(5):
         batch = Case(mlp, labelled, rows).batch(i)
         torch.manual_seed(i)
@@ -181,7 +182,7 @@ def test_generator_of_the_users_is_drawn_from_as_in_eager() -> None:
     generators = [torch.Generator(DEVICE).manual_seed(3) for _ in range(2)]
     models = [Case(mlp, labelled, rows).model() for _ in range(2)]
     optimizers = [adamw(m) for m in models]
-    step = tb.compile_step(models[0], partial(noisy, generators[0]), optimizers[0])
+    step = exact_step(models[0], partial(noisy, generators[0]), optimizers[0])
     for i in range(5):
         batch = Case(mlp, labelled, rows).batch(i)
         torch.manual_seed(i)
@@ -215,7 +216,7 @@ def test_batch_on_the_cpu_may_be_moved_inside_the_step() -> None:
     case = Case(mlp, moved_inside, rows)
     models = [case.model() for _ in range(2)]
     optimizers = [adamw(m) for m in models]
-    step = tb.compile_step(models[0], moved_inside, optimizers[0])
+    step = exact_step(models[0], moved_inside, optimizers[0])
     for i in range(5):
         batch = rows(torch.Generator().manual_seed(i))
         torch.manual_seed(i)
@@ -233,7 +234,7 @@ def test_shapes_and_modes_have_plans_of_their_own() -> None:
     case = Case(convnet, labelled, images, momentum)
     models = [case.model() for _ in range(2)]
     optimizers = [momentum(m) for m in models]
-    step = tb.compile_step(models[0], labelled, optimizers[0])
+    step = exact_step(models[0], labelled, optimizers[0])
     for i in range(9):
         x, y = case.batch(i)
         x, y = (x[:4], y[:4]) if i % 3 == 1 else (x, y)
@@ -253,7 +254,7 @@ def test_step_that_fails_is_taken_back() -> None:
     case = Case(convnet, labelled, images, momentum)
     model = case.model()
     optimizer = momentum(model)
-    step = tb.compile_step(model, labelled, optimizer)
+    step = exact_step(model, labelled, optimizer)
     for i in range(4):
         step(*case.batch(i))
     before = {k: v.clone() for k, v in everything(model, optimizer).items()}
@@ -274,7 +275,7 @@ def test_step_runs_on_another_stream_than_it_was_recorded_on() -> None:
     case = MODELS["gpt"]
     models = [case.model() for _ in range(2)]
     optimizers = [adamw(m) for m in models]
-    step = tb.compile_step(models[0], tokens_loss, optimizers[0])
+    step = exact_step(models[0], tokens_loss, optimizers[0])
     side = torch.cuda.Stream()
     for i in range(6):
         batch = case.batch(i)
@@ -292,7 +293,7 @@ def test_step_runs_on_another_stream_than_it_was_recorded_on() -> None:
 
 def test_gpu_setting_is_part_of_the_plans_key() -> None:
     model = nn.Linear(64, 64).to(DEVICE)
-    step = tb.compile_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = exact_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     before = torch.backends.cuda.matmul.fp32_precision
     try:
         step(torch.randn(8, 64, device=DEVICE))
@@ -373,13 +374,13 @@ def test_long_attention_repeats_with_deterministic_algorithms() -> None:
 def test_model_on_cpu_and_gpu_is_refused_by_name_of_the_devices() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).cuda())
     with pytest.raises(CaptureError, match=r"more than one device \(cpu, cuda:0\)"):
-        tb.compile_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()))
+        exact_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()))
 
 
 def test_batch_on_the_gpu_is_refused_and_the_model_is_unchanged() -> None:
     model = nn.Linear(4, 4)
     before = model.weight.detach().clone()
-    step = tb.compile_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = exact_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match="tensor 0 of the batch is on cuda:0, the model on cpu"):
         step(torch.randn(2, 4, device="cuda"))
     assert torch.equal(model.weight, before)
@@ -402,7 +403,7 @@ class _Unsteady(torch.autograd.Function):
 def test_eager_that_does_not_repeat_is_refused_with_what_to_set() -> None:
     model = nn.Linear(4, 4).to(DEVICE)
     before = model.weight.detach().clone()
-    step = tb.compile_step(model, lambda m, x: _Unsteady.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = exact_step(model, lambda m, x: _Unsteady.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match=r"eager itself does not repeat.*scatter_add.*cudnn.deterministic = True"):
         step(torch.randn(2, 4, device=DEVICE))
     assert torch.equal(model.weight, before)
@@ -424,7 +425,7 @@ def read_in_backward() -> type[torch.autograd.Function]:
 def test_numpy_in_the_backward_is_refused_on_autograds_own_thread() -> None:
     model = nn.Linear(4, 4).to(DEVICE)
     read = read_in_backward()
-    step = tb.compile_step(model, lambda m, x: read.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = exact_step(model, lambda m, x: read.apply(m(x)).sum(), torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(CaptureError, match=r"numpy\(\).*takes the data out of torch"):
         step(torch.randn(2, 4, device=DEVICE))
 
@@ -439,7 +440,7 @@ def test_predict_is_refused_for_a_model_on_the_gpu() -> None:
 def test_step_inside_a_captured_graph_is_refused() -> None:
     case = MODELS["gpt"]
     model = case.model()
-    step = tb.compile_step(model, tokens_loss, adamw(model))
+    step = exact_step(model, tokens_loss, adamw(model))
     batch = case.batch(0)
     for _ in range(3):
         step(*batch)

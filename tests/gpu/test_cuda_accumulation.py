@@ -17,6 +17,7 @@ from gpu_twins import (
     channels_last,
     convnet,
     everything,
+    exact_step,
     gpt,
     labelled,
     momentum,
@@ -25,7 +26,6 @@ from gpu_twins import (
 )
 from torch import Tensor, nn
 
-import takeback as tb
 from harness import assert_same, same_bits
 from takeback.compiler.ownership.writes import undo_bytes
 
@@ -65,7 +65,7 @@ def test_sums_over_calls_have_eagers_bits(name: str, scales: bool) -> None:
     models = case.model(), case.model()
     optimizers = [case.optimizer(m) for m in models]
     scalers = [torch.amp.GradScaler(device, init_scale=2.0**8) if scales else None for _ in models]
-    step = tb.compile_step(models[0], case.loss_fn, optimizers[0], scaler=scalers[0], **case.settings)
+    step = exact_step(models[0], case.loss_fn, optimizers[0], scaler=scalers[0], **case.settings)
     divisors = (3, torch.tensor(7), torch.tensor(2.5, device=device), torch.tensor(96, device=device), None, 1.5)
     for n, divide in enumerate(divisors):
         for k in range(3):
@@ -108,7 +108,7 @@ def test_sums_over_calls_have_eagers_bits(name: str, scales: bool) -> None:
 def test_bytes_of_a_microbatch_are_the_reported_ones(memory: str) -> None:
     case = Case(gpt, tokens_loss, tokens)
     model = case.model()
-    step = tb.compile_step(model, case.loss_fn, case.optimizer(model), memory=memory)
+    step = exact_step(model, case.loss_fn, case.optimizer(model), memory=memory)
     batch = case.batch(0)
     for _ in range(4):
         for _ in range(3):

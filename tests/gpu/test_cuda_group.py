@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_twins import DEVICE, adamw, convnet, images, labelled, momentum, same
+from gpu_twins import DEVICE, adamw, convnet, exact_step, images, labelled, momentum, same
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-import takeback as tb
 from takeback import flat
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import eager_step
@@ -61,7 +60,7 @@ def test_group_of_one_has_eagers_bits(
     torch.manual_seed(0)
     theirs = convnet().to(DEVICE)
     mine, reference = make(ours), make(theirs)
-    step = tb.compile_step(ours, labelled, mine, group=group, **settings)
+    step = exact_step(ours, labelled, mine, group=group, **settings)
     for i in range(5):
         batch = on_gpu(images(torch.Generator().manual_seed(i)))
         torch.manual_seed(i)
@@ -87,7 +86,7 @@ def test_unused_parameters_are_skipped(group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     theirs = Branches().to(DEVICE)
     mine, reference = adamw(ours), adamw(theirs)
-    step = tb.compile_step(ours, loss_fn, mine, group=group)
+    step = exact_step(ours, loss_fn, mine, group=group)
     for i, which in enumerate((0, 0, 1, 0, 1, 0)):
         generator = torch.Generator().manual_seed(i)
         x, y = torch.randn(8, 64, generator=generator), torch.randint(10, (8,), generator=generator)
@@ -104,7 +103,7 @@ def test_gradients_are_reduced_where_they_lie(group: dist.ProcessGroup, tmp_path
     for each in (None, group):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))).to(DEVICE)
-        step = tb.compile_step(model, lambda m, x: m(x).square().mean(), momentum(model), group=each, memory="keep")
+        step = exact_step(model, lambda m, x: m(x).square().mean(), momentum(model), group=each, memory="keep")
         x = torch.randn(8, 1024, device=DEVICE)
         for _ in range(4):
             step(x)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_twins import Case, adamw, bf16, labelled, momentum, tokens_loss
+from gpu_twins import Case, adamw, bf16, exact_step, labelled, momentum, tokens_loss
 from torch import Tensor, nn
 
-import takeback as tb
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.run.eager import eager_step
 from takeback.zoo.gpt import GPT, GPTConfig
@@ -79,7 +78,7 @@ def test_peak_is_the_reported_one_and_never_above_eagers(name: str, memory: str)
     case = CASES[name]
     model, eager = case.model(), case.model()
     optimizer, eager_optimizer = case.optimizer(model), case.optimizer(eager)
-    step = tb.compile_step(model, case.loss_fn, optimizer, memory=memory)
+    step = exact_step(model, case.loss_fn, optimizer, memory=memory)
     batch = case.batch(0)
 
     def in_eager() -> None:
@@ -112,7 +111,7 @@ def test_first_call_leaves_nothing_behind() -> None:
     case = CASES["gpt"]
     model = case.model()
     optimizer = adamw(model)
-    step = tb.compile_step(model, case.loss_fn, optimizer)
+    step = exact_step(model, case.loss_fn, optimizer)
     batch = case.batch(0)
     step(*batch)
     gc.collect()
@@ -133,7 +132,7 @@ def test_first_call_leaves_nothing_behind() -> None:
 def test_report_says_who_places() -> None:
     case = CASES["gpt"]
     model = case.model()
-    step = tb.compile_step(model, case.loss_fn, adamw(model))
+    step = exact_step(model, case.loss_fn, adamw(model))
     for _ in range(3):
         step(*case.batch(0))
     report = step.report()

@@ -16,6 +16,7 @@ from gpu_twins import (
     adamw,
     convnet,
     everything,
+    exact_step,
     gpt,
     images,
     labelled,
@@ -82,7 +83,7 @@ def train_both(case: Case, scalers: Scalers, *, steps: int = 16, infs: Collectio
     optimizers = case.optimizer(ours), case.optimizer(eager)
     scaler, eager_scaler = scalers(), scalers()
     settings = {"keep_grads": True, **case.settings}
-    step = tb.compile_step(ours, case.loss_fn, optimizers[0], scaler=scaler, **settings)
+    step = exact_step(ours, case.loss_fn, optimizers[0], scaler=scaler, **settings)
     recipe = {k: v for k, v in settings.items() if k in ("accumulate", "clip_norm")}
     scales: list[float] = []
     for i in range(steps):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from takeback.compiler.form import check_form
 from takeback.compiler.ownership.meaning import check_meaning
 from takeback.compiler.passes.advance import advance
+from takeback.compiler.passes.align import align
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.functionalize import functionalize
@@ -51,11 +52,14 @@ def _never(settings: PassSettings) -> str | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A pass in the list: `binds` picks what it is told, `idle` says why it has nothing to do, or None."""
+    """A pass in the list: `binds` picks what it is told, `idle` says why it has nothing to do, or None. `rewrites`: it
+    computes the same in another way, which symbols do not show; what it made is what later passes must not change, and
+    that it is the same is shown by the first replay (run/replayer.py)."""
 
     run: Callable[..., Draft]
     binds: Callable[[PassSettings], Mapping[str, object]] = _nothing
     idle: Callable[[PassSettings], str | None] = _never
+    rewrites: bool = False
 
     @property
     def name(self) -> str:
@@ -68,6 +72,12 @@ def _idle_reduce(settings: PassSettings) -> str | None:
 
 def _idle_chunk_loss(settings: PassSettings) -> str | None:
     return "mode='fast': the whole loss is one cluster" if settings.fast else None
+
+
+def _idle_align(settings: PassSettings) -> str | None:
+    if not settings.fast:
+        return "mode='exact': every op runs as eager runs it"
+    return "a CPU's products are indifferent to it" if settings.home is Home.ARENA else None
 
 
 def _idle_fuse(settings: PassSettings) -> str | None:
@@ -92,6 +102,7 @@ PIPELINE: tuple[Stage, ...] = (
     Stage(functionalize),
     Stage(move),
     Stage(chunk_loss, idle=_idle_chunk_loss),
+    Stage(align, idle=_idle_align, rewrites=True),
     Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),
     Stage(advance, idle=_idle_advance),
     Stage(fuse, idle=_idle_fuse),
@@ -120,6 +131,7 @@ def run_passes(
     """The program through all passes, or only through those that come before the pass `before`."""
     settings = settings or PassSettings()
     draft = Draft(program, kept, settings.home, notes=settings.notes)
+    meant, still = program, kept
     if not settings.known:
         check_form(program, kept)
     for stage in stages:
@@ -128,6 +140,9 @@ def run_passes(
         reason = stage.idle(settings)
         if reason is None:
             after = stage.run(draft, **stage.binds(settings))
+            if stage.rewrites and after.program is not draft.program:
+                check_meaning(meant, draft.program, still, draft.kept)
+                meant, still = after.program, after.kept
             if not settings.known:
                 check_form(after.program, after.kept)
             after = replace(after, passes=(*draft.passes, stage.name))
@@ -137,7 +152,7 @@ def run_passes(
             draft = after
     if settings.known:
         check_form(draft.program, draft.kept)
-    check_meaning(program, draft.program, kept, draft.kept)
+    check_meaning(meant, draft.program, still, draft.kept)
     return draft
 
 

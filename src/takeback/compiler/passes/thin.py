@@ -1,4 +1,4 @@
-"""Lets clusters of the backward make again what the forward made by moving memory, so that less has to be kept for them.
+"""Lets clusters of the backward make again what the forward made by moving memory, so that less is kept for them.
 
 A fused kernel that reads `h` can make `h.float()` or `gelu(h)` on its way, at no price. Which values to keep, so that
 all that the backward's clusters read can be made of them, is a smallest cut: between what only the forward can make (a
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import networkx
+import networkx  # type: ignore[import-untyped]
 import torch
 
 from takeback.compiler.geometry import path
@@ -28,6 +28,7 @@ _CHEAP = frozenset(
     )
 )
 _LONGEST = 48  #: ops that one cluster makes again
+_MOST_READ = 1.25  #: so many bytes may be read to make one
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class _Cut:
         wanted, needed = self._reads(readers, inside)
         named = {r.buffer for _, r in program.named_regions()} | kept
         self._there = needed | named  # in bytes when the backward begins
+        self._forbid_long_ways()
         self._kept = self._there | self._cheapest(wanted - self._there)
 
     def _find_makers(self, last: int) -> None:
@@ -122,6 +124,18 @@ class _Cut:
             return set()
         _, (near, _) = networkx.minimum_cut(graph, source, sink)
         return {b for b in seen if ("in", b) in near and ("out", b) not in near}
+
+    def _forbid_long_ways(self) -> None:
+        """What is made of much more than it is itself is not made again: a long sum would be read term by term."""
+        sizes = self._program.buffers
+        leaves: dict[BufferId, frozenset[BufferId]] = {}
+        for b, op in list(self._maker.items()):  # in the order of the program
+            read = {r.buffer for r in op.inputs if self._counts(r.buffer) and r.buffer not in self._there}
+            mine = frozenset().union(*(leaves.get(operand, frozenset((operand,))) for operand in read))
+            if sum(sizes[leaf].size_bytes for leaf in mine) > _MOST_READ * sizes[b].size_bytes:
+                del self._maker[b]
+            else:
+                leaves[b] = mine
 
     def _counts(self, b: BufferId) -> bool:
         """Whether keeping it takes bytes: not where it is the caller's."""

@@ -58,6 +58,11 @@ class Executor:
             counters=self.counters if measured else None,
         )
 
+    @property
+    def plain(self) -> bool:
+        """Whether clusters run with eager's kernels, for this once."""
+        return self.kernels.plain and any(isinstance(op.target, Cluster) for op in self.program.ops)
+
     def _clusters(self, constants: Mapping[str, object]) -> dict[str, ClusterKernel]:
         """What the names of clusters stand for in generated code."""
         return {name: self.kernels.of(value) for name, value in constants.items() if isinstance(value, Cluster)}

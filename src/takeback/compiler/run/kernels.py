@@ -14,7 +14,7 @@ import torch
 
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
-from takeback.compiler.run.cluster_proof import what_is_wrong
+from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -35,15 +35,16 @@ class ClusterKernel:
         self._call: Call = eagerly(cluster)
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._call(operands)
+        return self._call(operands) if not self._kernels.plain else eagerly(self.cluster)(operands)
 
     def use_(self, compiled: Call) -> None:
         """From now on this one runs, if it is right where it is used first."""
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             with self._kernels.aside():
-                wrong = what_is_wrong(self.cluster, compiled, operands)
-            self._call, self.note = (compiled, None) if wrong is None else (eagerly(self.cluster), wrong)
+                fitting = shaped(self.cluster, compiled, operands)
+                wrong = what_is_wrong(self.cluster, fitting, operands)
+            self._call, self.note = (fitting, None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
         self.tried, self._call, self.note = True, first, "it has not been used yet"
@@ -58,6 +59,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[str, ClusterKernel] = {}
+        self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 
     def of(self, cluster: Cluster) -> ClusterKernel:

@@ -55,7 +55,7 @@ class Norms:
 
 #: For a step on generated kernels, each of which has been compared by itself: what finds a wrong operand, or an op
 #: too many. Where bf16 goes through many layers, two right steps differ by some percent.
-NEAR = Norms(relative=0.5, floor=1e-3)
+NEAR = Norms(relative=0.2, floor=1e-3)
 
 Measure = Bits | Tolerance | Norms
 GRADIENT = "the gradient of "  #: how the name of a gradient begins

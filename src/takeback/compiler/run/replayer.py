@@ -49,7 +49,14 @@ class Replayer:
 
         checked = self._checked(plan, batch, leaves, micro, run)
         if due:
-            self._proved(plan, checked)
+            # What is proved of a new plan is that it computes what eager does, with eager's kernels; each generated
+            # kernel is compared by itself when it is first used (run/kernels.py).
+            kernels = plan.executor.kernels
+            kernels.plain = not plan.is_proved
+            try:
+                self._proved(plan, checked)
+            finally:
+                kernels.plain = False
         else:
             try:
                 checked.beside_a_forward()
@@ -105,7 +112,8 @@ class Replayer:
         micro: Microbatch | None = None,
     ) -> Results:
         """The replay itself. `inspect` is called before anything is updated."""
-        maker, rehearse = self._maker, plan.rehearsals < 2
+        maker = self._maker
+        rehearse = plan.rehearsals < 2 and not plan.executor.plain
         for number in plan.numbers:
             number.read_()
         if micro is None:
