@@ -1,6 +1,6 @@
 """How one look into a buffer is made of another by steps that a tracer understands: permute, reshape, slice, expand.
 
-In: the region in which a buffer was written whole, and one that is read of it. Out: a `Path`, or None where there is no
+In: the region in which a buffer was written whole, and one that is read of it. Out: a `ViewPath`, or None where there is no
 such way (windows that overlap, other dtypes): then the value needs bytes.
 """
 
@@ -15,7 +15,7 @@ from takeback.compiler.program import Region
 
 
 @dataclass(frozen=True)
-class Path:
+class ViewPath:
     """From a tensor: its dimensions in the order of memory, in new sizes, a stretch of each, in another order again,
     with dimensions of extent 1 put in and stretched."""
 
@@ -38,7 +38,7 @@ class Path:
         return found.expand(self.shape)
 
 
-def path(written: Region, read: Region) -> Path | None:
+def path(written: Region, read: Region) -> ViewPath | None:
     """The way from the one to the other, both over the same buffer."""
     if written.dtype != read.dtype or written.offset != 0 or not written.packed or 0 in read.shape:
         return None
@@ -48,7 +48,7 @@ def path(written: Region, read: Region) -> Path | None:
 @functools.lru_cache(maxsize=4096)  # a program has few geometries
 def _path(
     shape: tuple[int, ...], stride: tuple[int, ...], wanted: tuple[int, ...], steps: tuple[int, ...], offset: int
-) -> Path | None:
+) -> ViewPath | None:
     order = sorted(range(len(shape)), key=lambda dim: (-stride[dim] if shape[dim] != 1 else 0, dim))
     moving = [dim for dim, (n, step) in enumerate(zip(wanted, steps, strict=True)) if n != 1 and step != 0]
     by_step = sorted(moving, key=lambda dim: -steps[dim])
@@ -73,4 +73,4 @@ def _path(
         return None
     back = tuple(by_step.index(dim) for dim in moving)
     ones = tuple(dim for dim in range(len(wanted)) if dim not in moving)
-    return Path(tuple(order), tuple(sizes), tuple(starts), tuple(extents), back, ones, wanted)
+    return ViewPath(tuple(order), tuple(sizes), tuple(starts), tuple(extents), back, ones, wanted)

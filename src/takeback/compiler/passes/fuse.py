@@ -20,7 +20,7 @@ from takeback.compiler.cluster import clustered
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft, Refusal
 from takeback.compiler.passes.fusible import why_not
-from takeback.compiler.passes.thin import Reader, made_again
+from takeback.compiler.passes.thin import BackwardGroup, made_again
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 _MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
@@ -28,7 +28,7 @@ _SMALL = 8  #: a result that is so many times smaller than what it is made of li
 
 
 @dataclass
-class Group:
+class OpGroup:
     """Positions of ops that run as one, at the position `at`."""
 
     members: list[int] = field(default_factory=list)
@@ -53,7 +53,7 @@ def fuse(draft: Draft) -> Draft:
     found = _Grouping(program).found
     ops = {group.at: tuple(program.ops[i] for i in sorted(group.members)) for group in found}
     buffers = dict(program.buffers)
-    readers = [Reader(mine, at) for at, mine in ops.items() if program.ops[at].phase is Phase.BACKWARD]
+    readers = [BackwardGroup(mine, at) for at, mine in ops.items() if program.ops[at].phase is Phase.BACKWARD]
     for reader, again in zip(readers, made_again(program, draft.kept, readers, buffers), strict=True):
         ops[reader.at] = again
     ops = {at: mine for at, mine in ops.items() if len(mine) > 1}
@@ -99,11 +99,11 @@ class _Grouping:
         self._bytes: Mapping[BufferId, int] = {
             b.id: b.size_bytes for b in program.buffers.values() if not b.role.borrowed
         }
-        self._of: dict[BufferId, Group] = {}  # who made a buffer
+        self._of: dict[BufferId, OpGroup] = {}  # who made a buffer
         self._whole: dict[BufferId, Region] = {}  # the region in which it was made
         self._made_at: dict[BufferId, int] = {}
         self._written_at: dict[BufferId, int] = {}
-        self._groups: list[Group] = []
+        self._groups: list[OpGroup] = []
         for position, op in enumerate(program.ops):
             reason = why_not(op, program)
             if reason is None:
@@ -126,7 +126,7 @@ class _Grouping:
         if group is not None:
             group.is_open = False
 
-    def _before_write(self, written: Iterable[BufferId], mine: Group | None) -> None:
+    def _before_write(self, written: Iterable[BufferId], mine: OpGroup | None) -> None:
         """What reads or writes these buffers comes before whoever writes them now."""
         written = set(written)
         if written:
@@ -138,7 +138,7 @@ class _Grouping:
         for group in self._groups:
             if group.is_open and group.writes and group.writes & {r.buffer for r in op.inputs}:
                 group.is_open = False  # it reads what that one writes in place
-        sources: dict[int, Group] = {}
+        sources: dict[int, OpGroup] = {}
         for r in op.inputs:
             maker = self._of.get(r.buffer)
             if maker is None or not maker.is_open:
@@ -151,7 +151,7 @@ class _Grouping:
         if joined is None:
             joined = self._late(op)
         if joined is None:
-            joined = Group()
+            joined = OpGroup()
             self._groups.append(joined)
         self._before_write(op.mutates, joined)
         joined.add_(position, op)
@@ -160,9 +160,9 @@ class _Grouping:
                 self._of[r.buffer], self._whole[r.buffer] = joined, r
                 self._made_at[r.buffer] = position
 
-    def _joined(self, sources: list[Group], op: Op) -> Group | None:
+    def _joined(self, sources: list[OpGroup], op: Op) -> OpGroup | None:
         """The open groups that make an op's operands, as one; those that would make it too large are left."""
-        fitting: list[Group] = []
+        fitting: list[OpGroup] = []
         total = 1
         for group in sorted(sources, key=lambda g: -g.at):
             if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, op):
@@ -183,7 +183,7 @@ class _Grouping:
             self._groups.remove(other)
         return first
 
-    def _over_the_turn(self, group: Group, op: Op) -> bool:
+    def _over_the_turn(self, group: OpGroup, op: Op) -> bool:
         """Whether a group of the forward would wait for the backward with more bytes than it makes."""
         if op.phase is Phase.FORWARD or self._ops[group.at].phase is not Phase.FORWARD:
             return False
@@ -192,7 +192,7 @@ class _Grouping:
     def _size(self, buffers: Iterable[BufferId]) -> int:
         return sum(self._bytes.get(b, 0) for b in buffers)
 
-    def _late(self, op: Op) -> Group | None:
+    def _late(self, op: Op) -> OpGroup | None:
         """A closed group that an op with a small result joins: all that it reads is there, as it was."""
         read = {r.buffer for r in op.inputs}
         makers = {id(g): g for g in (self._of.get(b) for b in read) if g is not None and not g.is_open}

@@ -32,7 +32,7 @@ _MOST_READ = 1.25  #: so many bytes may be read to make one
 
 
 @dataclass(frozen=True)
-class Reader:
+class BackwardGroup:
     """A group of ops of the backward that may run as a cluster: its ops, and where it runs."""
 
     ops: tuple[Op, ...]
@@ -40,18 +40,18 @@ class Reader:
 
 
 def made_again(
-    program: Program, kept: frozenset[BufferId], readers: Sequence[Reader], buffers: dict[BufferId, Buffer]
+    program: Program, kept: frozenset[BufferId], readers: Sequence[BackwardGroup], buffers: dict[BufferId, Buffer]
 ) -> list[tuple[Op, ...]]:
     """For each reader its ops, after those that make again what it reads; these get new buffers. What is to be kept
     for them is read as before."""
-    plan = _Cut(program, kept, readers)
+    plan = _LeastKept(program, kept, readers)
     return [plan.with_makers(reader, buffers) for reader in readers]
 
 
-class _Cut:
+class _LeastKept:
     """Which values of the forward are kept."""
 
-    def __init__(self, program: Program, kept: frozenset[BufferId], readers: Sequence[Reader]) -> None:
+    def __init__(self, program: Program, kept: frozenset[BufferId], readers: Sequence[BackwardGroup]) -> None:
         self._program = program
         self._maker: dict[BufferId, Op] = {}
         self._whole: dict[BufferId, Region] = {}
@@ -81,7 +81,7 @@ class _Cut:
             for r in op.outputs:
                 self._maker[r.buffer], self._whole[r.buffer] = op, r
 
-    def _reads(self, readers: Sequence[Reader], inside: set[int]) -> tuple[set[BufferId], set[BufferId]]:
+    def _reads(self, readers: Sequence[BackwardGroup], inside: set[int]) -> tuple[set[BufferId], set[BufferId]]:
         """What readers want, and what is needed in bytes by others of the backward."""
         wanted: set[BufferId] = set()
         needed: set[BufferId] = set()
@@ -141,7 +141,7 @@ class _Cut:
         """Whether keeping it takes bytes: not where it is the caller's."""
         return not self._program.buffers[b].role.borrowed
 
-    def with_makers(self, reader: Reader, buffers: dict[BufferId, Buffer]) -> tuple[Op, ...]:
+    def with_makers(self, reader: BackwardGroup, buffers: dict[BufferId, Buffer]) -> tuple[Op, ...]:
         own = {r.buffer for op in reader.ops for r in op.outputs}
         copies: dict[BufferId, BufferId] = {}
         made: list[Op] = []

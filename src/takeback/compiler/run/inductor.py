@@ -1,8 +1,8 @@
 """The handoff to Inductor, all of it: a cluster in, a function that runs its generated kernels out.
 
 The ops are traced on fake tensors with Inductor's decompositions and compiled by `compile_fx_inner`, in which
-`torch.compile` and `standalone_compile` end, too; its caches on disk hold what comes out, for the next process. Operands
-have the alignment that the plan gives them, and results the strides that were recorded.
+`torch.compile` and `standalone_compile` end, too; its caches on disk hold what comes out, for the next process.
+Operands have the alignment that the plan gives them, and results the strides that were recorded.
 
 Private torch throughout: checked on 2.11 and 2.13.
 """
@@ -70,8 +70,14 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
     with warnings.catch_warnings(), V.set_fake_mode(mode), config.patch(known), torch.no_grad():
         warnings.simplefilter("ignore")
-        compiled = compile_fx_inner(graph, operands, is_inference=True)
-    return compiled  # type: ignore[no-any-return]
+        return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
+
+
+def straight(compiled: Compiled) -> Compiled:
+    """What a compiled cluster calls in the end, once it has been called: what it does around that is for the first
+    call, in which its kernels are tuned."""
+    inner = getattr(compiled, "current_callable", None)
+    return inner if callable(inner) else compiled
 
 
 def _has(config: Any, name: str) -> bool:

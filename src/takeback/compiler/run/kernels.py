@@ -15,7 +15,7 @@ import torch
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
-from takeback.compiler.run.inductor import NotCompiled, compile_cluster
+from takeback.compiler.run.inductor import NotCompiled, compile_cluster, straight
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
@@ -44,7 +44,7 @@ class ClusterKernel:
             with self._kernels.aside():
                 fitting = shaped(self.cluster, compiled, operands)
                 wrong = what_is_wrong(self.cluster, fitting, operands)
-            self._call, self.note = (fitting, None) if wrong is None else (eagerly(self.cluster), wrong)
+            self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
         self.tried, self._call, self.note = True, first, "it has not been used yet"
