@@ -127,7 +127,7 @@ def run_passes(
             draft = after
     if settings.known:
         check_form(draft.program, draft.kept)
-    check_meaning(program, draft.program, kept, draft.kept)
+    check_meaning(program, draft.program, kept, draft.kept, draft.replaced)
     return draft
 
 
