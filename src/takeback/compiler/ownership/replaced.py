@@ -1,8 +1,8 @@
 """Ops in whose place a pass put others that give the same but for rounding: what of that can be proved with symbols.
 
 In: the program before and after. That the new ops compute what the old ones did is not proved here: sums in another
-order have no common symbol, so numbers must show it (run/proof.py). All around them is proved: the new ops read nothing but
-what the old ones read, with the same values in it, and everything else gives the same, if they give the same.
+order have no common symbol, so numbers must show it. All around them is proved: the new ops read nothing but what the
+old ones read, with the same values in it, and everything else gives the same, if they give the same.
 """
 
 from __future__ import annotations
@@ -40,14 +40,18 @@ def walk_around(replaced: Replaced) -> tuple[SymbolWalk, SymbolWalk]:
         for region in op.inputs:
             b = region.buffer
             if b not in made and read.get(b) != now.contents.final(b):
-                raise MeaningError(f"{show_op(op, replaced.after.buffers)[:200]} reads what the replaced ops did not read")
+                raise MeaningError(
+                    f"{show_op(op, replaced.after.buffers)[:200]} reads what the replaced ops did not read"
+                )
         if position == max(replaced.new):
             for b, layers in left.items():
                 now.contents.replace(b, layers)
     return then, now
 
 
-def _walk_old(then: SymbolWalk, replaced: Replaced) -> tuple[dict[BufferId, object], dict[BufferId, tuple[WriteLayer, ...]]]:
+def _walk_old(
+    then: SymbolWalk, replaced: Replaced
+) -> tuple[dict[BufferId, object], dict[BufferId, tuple[WriteLayer, ...]]]:
     """What the old ops read of others, by buffer, and what they left behind."""
     made = _written([replaced.before.ops[i] for i in sorted(replaced.old)])
     read: dict[BufferId, object] = {}

@@ -65,9 +65,7 @@ def written_fill(program: Program, op: Op, result: Region | None = None) -> Op:
 
 
 class _Writer:
-    def __init__(
-        self, program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[Part, ...]
-    ) -> None:
+    def __init__(self, program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[Part, ...]) -> None:
         self.program, self.kept, self.loop, self.parts = program, kept, loop, parts
         self.buffers = dict(program.buffers)
         self.ops: list[Op] = []
@@ -80,6 +78,8 @@ class _Writer:
         for position, cut in loop.cuts.items():
             if Folded.WEIGHT in cut.results:
                 self._weigh(ops[position])
+        for buffer in sorted(loop.copied):
+            self._make_room(buffer)
         for part in self.parts:
             self.here = {}
             for position, cut in loop.cuts.items():
@@ -150,17 +150,24 @@ class _Writer:
         kwargs = {**op.kwargs, "out": onto}
         self.ops.append(replace(op, target=out, kwargs=kwargs, results=(onto,), mutates=(onto.buffer,)))
 
+    def _make_room(self, buffer: BufferId) -> None:
+        """For what is copied out part by part."""
+        op, dtype = self._maker(buffer)
+        whole = Region(buffer, dtype, (self.buffers[buffer].size_bytes // dtype.itemsize,), (1,), 0)
+        kwargs = {"dtype": dtype, "device": self.program.device}
+        self._then(op, aten.empty.memory_format, (whole.shape,), kwargs, whole)
+
     def _copy_out(self, buffer: BufferId, part: Part) -> None:
-        size = self.program.buffers[buffer].size_bytes
-        at = next(i for i in self.loop.cuts if any(r.buffer == buffer for r in self.program.ops[i].outputs))
-        op = self.program.ops[at]
-        dtype = next(r.dtype for r in op.outputs if r.buffer == buffer)
-        group = size // part.total // dtype.itemsize
+        op, dtype = self._maker(buffer)
+        group = self.buffers[buffer].size_bytes // part.total // dtype.itemsize
         source = Region(self._name(buffer, part), dtype, (group * part.count,), (1,), 0)
         onto = replace(source, buffer=buffer, offset=group * part.start)
-        self.ops.append(
-            Op(aten.copy_.default, (onto, source), {}, (onto,), (buffer,), op.phase, op.grad_mode, op.site)
-        )
+        self._then(op, aten.copy_.default, (onto, source), {}, onto, in_place=True)
+
+    def _maker(self, buffer: BufferId) -> tuple[Op, torch.dtype]:
+        """The op that makes a value of the loop, and its dtype."""
+        made = ((op, r) for op in map(self.program.ops.__getitem__, self.loop.cuts) for r in op.outputs)
+        return next((op, r.dtype) for op, r in made if r.buffer == buffer)
 
     # -- what all parts add to -------------------------------------------------------------------------------------
 
@@ -287,8 +294,7 @@ class _Writer:
         result = op.results[1]
         assert isinstance(target, Region)
         assert isinstance(result, Region)
-        device = torch.bool
-        skipped = self._flat(target, device)
+        skipped = self._flat(target, torch.bool)
         self._then(op, aten.eq.Scalar, (target, ignored), {}, skipped)
         if not isinstance(weight, Region):
             counted = self._flat(target, torch.bool)
@@ -297,8 +303,8 @@ class _Writer:
             self._then(op, aten.sum.default, (counted,), {}, count)
             self._then(op, aten._to_copy.default, (count,), {"dtype": result.dtype}, result)
             return
-        known, each, counts = self._flat(target, target.dtype), self._flat(target, weight.dtype), None
-        counts = self._flat(target, weight.dtype)
+        known = self._flat(target, target.dtype)
+        each, counts = self._flat(target, weight.dtype), self._flat(target, weight.dtype)
         flat = replace(known, shape=(known.numel,), stride=(1,))
         looked_up = replace(each, shape=flat.shape, stride=(1,))
         self._then(op, aten.masked_fill.Scalar, (target, skipped, 0), {}, known)

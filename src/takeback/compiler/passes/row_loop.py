@@ -1,9 +1,9 @@
 """Finds what a product's rows go through until nothing of them is left but sums and further products.
 
 In: a program and the position of a product [rows, inner] × [inner, columns]. Out: a `RowLoop`, the ops that can be run
-for some of the rows, then for the next ones; or why there is none. The ops are followed by data flow: whatever reads rows
-treats them one by one (rowwise.py), adds them up, or multiplies them. What an op outside reads of the rows must be
-small. No op outside may stand between two of the loop, reading what the one gives and making what the other needs.
+for some of the rows, then for the next ones; or why there is none. Data flow is followed: whatever reads rows treats
+them one by one (rowwise.py), adds them up, or multiplies them. What is read of the rows elsewhere must be small. No op
+outside may stand between two of the loop, reading what the one gives and making what the other needs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class _Finder:
                 found = {self._run(op, r) for r in regions(argument) if r.buffer in loop.rows}
                 if len(found) > 1:
                     raise self._none("the rows of its operands lie in different dimensions", op)
-                runs.update({place: run for run in found})
+                if found:
+                    runs[place] = found.pop()
             self._take(position, op, runs)
         except NoLoopError:
             # What is small may exist as a whole: then the op is none of the loop's.
@@ -237,10 +238,27 @@ class _Finder:
             if isinstance(op.target, Special) or torch.Tag.nondeterministic_seeded in op.target.tags:
                 raise self._none("the loop needs its random numbers", op)
             needed |= read - loop.weights
-        for position, op in enumerate(self.ops):
-            moved = loop.seed < position <= last or (self.sunk and op.phase is not Phase.UPDATE)
-            if moved and position not in loop.cuts and needed & set(op.mutates):
-                raise self._none("it writes in place what the loop reads", op)
+        self._check_order()
+
+    def _check_order(self) -> None:
+        """Ops change places: none may pass another that writes in place what it reads, or reads what it writes so."""
+        loop = self.loop
+        early = set(loop.before)
+        writers: dict[BufferId, list[int]] = {}
+        for position, op in enumerate(self.ops[: max(loop.cuts) + 1]):
+            if position not in loop.cuts:
+                for b in op.mutates:
+                    writers.setdefault(b, []).append(position)
+        for position in loop.cuts:
+            for region in self.ops[position].inputs:
+                for writer in writers.get(region.buffer, ()):
+                    if (writer < position) != (writer < loop.seed or writer in early):
+                        raise self._none("it writes in place what the rows are computed from", self.ops[writer])
+        for position in loop.before:
+            passed = [i for i in range(loop.seed, position) if i not in loop.cuts and i not in early]
+            wrote = set(self.ops[position].mutates)
+            if wrote and any(r.buffer in wrote for i in passed for r in (*self.ops[i].inputs, *self.ops[i].outputs)):
+                raise self._none("it writes in place what others read before", self.ops[position])
 
     def _large(self) -> set[BufferId]:
         """Values as large as the rows that only the loop reads, and that are made without it."""

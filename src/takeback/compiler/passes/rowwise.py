@@ -1,6 +1,6 @@
 """What is known of ops that treat each row by itself, or add rows up: where the rows are among operands and results.
 
-In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `Cut`, or why there is none. Every
+In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `Cut`, or why there is none. Each
 fact is about what torch's operator computes; an op without a fact here is not cut.
 """
 
@@ -72,7 +72,7 @@ _ALONG: Mapping[str, tuple[tuple[int, ...], int, int | None]] = {
 _ADDS = {"sum": Folded.SUM, "sum.dim_IntList": Folded.SUM, "mean": Folded.MEAN, "mean.dim": Folded.MEAN}
 #: Pointwise in what they compute, without torch's tag.
 _POINTWISE = frozenset(("masked_fill", "where", "copy", "fill"))
-#: Positions of classes and targets' dimensions: the rows are all dimensions of `nll_loss`, the first one of `nll_loss2d`.
+#: How many dimensions the log-probabilities have; the first one are the rows.
 _NLL = {"nll_loss_forward": 2, "nll_loss_backward": 2, "nll_loss2d_forward": 4, "nll_loss2d_backward": 4}
 
 
@@ -130,7 +130,7 @@ def _is_pointwise(target: OpOverload) -> bool:
 
 
 def _one(runs: Mapping[int, Run], result: Run | None) -> Run | None:
-    found = set(runs.values()) or {result}
+    found: set[Run | None] = set(runs.values()) or {result}
     return found.pop() if len(found) == 1 else None
 
 
