@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.compiler.ownership.facts import EMPTY, FILL, out_overload
-from takeback.compiler.passes.row_cuts import Part, Run, cut_inside, cut_sizes, cut_whole
+from takeback.compiler.passes.row_cuts import RowPart, Run, cut_inside, cut_sizes, cut_whole
 from takeback.compiler.passes.row_loop import RowLoop
-from takeback.compiler.passes.rowwise import PRODUCTS, Cut, Folded, name_of
+from takeback.compiler.passes.rowwise import PRODUCTS, RowCut, Folded, name_of
 from takeback.compiler.program import (
     Argument,
     Buffer,
@@ -44,8 +44,8 @@ class LoopOps:
     dropped: frozenset[int]
 
 
-def write_loop(program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[Part, ...]) -> LoopOps:
-    return _Writer(program, kept, loop, parts).write()
+def write_loop(program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[RowPart, ...]) -> LoopOps:
+    return _LoopWriter(program, kept, loop, parts).write()
 
 
 def written_fill(program: Program, op: Op, result: Region | None = None) -> Op:
@@ -64,8 +64,8 @@ def written_fill(program: Program, op: Op, result: Region | None = None) -> Op:
     return replace(op, target=made, args=args, kwargs=kwargs, results=(region,), scratch=())
 
 
-class _Writer:
-    def __init__(self, program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[Part, ...]) -> None:
+class _LoopWriter:
+    def __init__(self, program: Program, kept: frozenset[BufferId], loop: RowLoop, parts: tuple[RowPart, ...]) -> None:
         self.program, self.kept, self.loop, self.parts = program, kept, loop, parts
         self.buffers = dict(program.buffers)
         self.ops: list[Op] = []
@@ -94,7 +94,7 @@ class _Writer:
 
     # -- one part --------------------------------------------------------------------------------------------------
 
-    def _run(self, position: int, cut: Cut, part: Part) -> None:
+    def _run(self, position: int, cut: RowCut, part: RowPart) -> None:
         op = self.program.ops[position]
         if op.target in FILL or op.target in EMPTY:
             [result], [run] = op.results, cut.results
@@ -118,10 +118,10 @@ class _Writer:
         mutates = tuple(self._name(b, part) for b in op.mutates)
         self.ops.append(replace(op, results=results, mutates=mutates))
 
-    def _operand(self, argument: Argument, run: Run | Folded | None, part: Part) -> Argument:
+    def _operand(self, argument: Argument, run: Run | Folded | None, part: RowPart) -> Argument:
         return map_regions(argument, lambda region: self._cut(region, run, part))
 
-    def _cut(self, region: Region, run: Run | Folded | None, part: Part) -> Region:
+    def _cut(self, region: Region, run: Run | Folded | None, part: RowPart) -> Region:
         if region.buffer in self.loop.inside:
             named = replace(region, buffer=self._name(region.buffer, part))
             return cut_inside(named, run, part) if isinstance(run, Run) else named
@@ -131,13 +131,13 @@ class _Writer:
         assert found is not None, "a loop was found whose operands cannot be cut"
         return found
 
-    def _name(self, buffer: BufferId, part: Part) -> BufferId:
+    def _name(self, buffer: BufferId, part: RowPart) -> BufferId:
         if buffer not in self.here:
             size = self.program.buffers[buffer].size_bytes
             self.here[buffer] = self._new(size if buffer in self.loop.local else size // part.total * part.count)
         return self.here[buffer]
 
-    def _write_rows(self, op: Op, cut: Cut, part: Part) -> None:
+    def _write_rows(self, op: Op, cut: RowCut, part: RowPart) -> None:
         """A product whose result exists as a whole: it writes its rows of it."""
         [result], [run] = op.results, cut.results
         assert isinstance(result, Region)
@@ -157,7 +157,7 @@ class _Writer:
         kwargs = {"dtype": dtype, "device": self.program.device}
         self._then(op, aten.empty.memory_format, (whole.shape,), kwargs, whole)
 
-    def _copy_out(self, buffer: BufferId, part: Part) -> None:
+    def _copy_out(self, buffer: BufferId, part: RowPart) -> None:
         op, dtype = self._maker(buffer)
         group = self.buffers[buffer].size_bytes // part.total // dtype.itemsize
         source = Region(self._name(buffer, part), dtype, (group * part.count,), (1,), 0)
@@ -171,7 +171,7 @@ class _Writer:
 
     # -- what all parts add to -------------------------------------------------------------------------------------
 
-    def _add_up(self, position: int, op: Op, cut: Cut, *, first: bool) -> None:
+    def _add_up(self, position: int, op: Op, cut: RowCut, *, first: bool) -> None:
         if name_of(op) in PRODUCTS:
             self._add_product(position, op, first=first)
             return
@@ -340,14 +340,14 @@ class _Writer:
         return ident
 
 
-def parts_of(groups: int, count: int, multiple: int = 1) -> Iterator[Part]:
+def parts_of(groups: int, count: int, multiple: int = 1) -> Iterator[RowPart]:
     """About `count` parts of as many groups each, the last one smaller; each but the last is so many times `multiple`,
     if it can be."""
     size = -(-groups // count)
     if multiple < size:
         size = -(-size // multiple) * multiple
     for start in range(0, groups, size):
-        yield Part(start, min(size, groups - start), groups)
+        yield RowPart(start, min(size, groups - start), groups)
 
 
 def _reach(region: Region) -> int:

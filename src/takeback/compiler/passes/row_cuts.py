@@ -26,7 +26,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """The groups from `start` on, `count` of them, of `total`."""
 
     start: int
@@ -73,12 +73,12 @@ def _counts(region: Region, run: Run, groups: int, size: int) -> bool:
     return reach < size
 
 
-def cut_inside(region: Region, run: Run, part: Part) -> Region:
+def cut_inside(region: Region, run: Run, part: RowPart) -> Region:
     """The same look into a buffer that has the groups of `part` alone."""
     return _cut(region, run, part, 0)
 
 
-def cut_whole(region: Region, run: Run, part: Part) -> Region | None:
+def cut_whole(region: Region, run: Run, part: RowPart) -> Region | None:
     """The rows of `part` of a region over all rows; itself where it is the same for every row; None where its rows do
     not follow one another."""
     one = collapsed(region, run)
@@ -89,7 +89,7 @@ def cut_whole(region: Region, run: Run, part: Part) -> Region | None:
     return _cut(region, run, part, part.start)
 
 
-def _cut(region: Region, run: Run, part: Part, start: int) -> Region:
+def _cut(region: Region, run: Run, part: RowPart, start: int) -> Region:
     one = collapsed(region, run)
     assert one is not None
     rows, stride = one[0] // part.total, one[1]
@@ -101,7 +101,7 @@ def _cut(region: Region, run: Run, part: Part, start: int) -> Region:
     return replace(region, shape=tuple(shape), stride=tuple(strides), offset=offset)
 
 
-def cut_sizes(sizes: Iterable[object], run: Run, part: Part) -> tuple[object, ...]:
+def cut_sizes(sizes: Iterable[object], run: Run, part: RowPart) -> tuple[object, ...]:
     """A shape as an argument of an op, for the rows of `part`."""
     shape = list(sizes)
     extent = 1

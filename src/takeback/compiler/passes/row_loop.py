@@ -15,7 +15,7 @@ import torch
 
 from takeback.compiler.ownership.facts import EMPTY, FILL
 from takeback.compiler.passes.row_cuts import Run, collapsed, run_of
-from takeback.compiler.passes.rowwise import PRODUCTS, Cut, Folded, cut_of, name_of
+from takeback.compiler.passes.rowwise import PRODUCTS, RowCut, Folded, cut_of, name_of
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region, Special, regions
 
 #: A value of at most this share of the product's result may exist as a whole beside the loop.
@@ -28,7 +28,7 @@ class RowLoop:
 
     seed: int
     groups: int
-    cuts: dict[int, Cut] = field(default_factory=dict)  #: of every op of the loop, in order
+    cuts: dict[int, RowCut] = field(default_factory=dict)  #: of every op of the loop, in order
     rows: set[BufferId] = field(default_factory=set)  #: exist for some rows at a time
     local: set[BufferId] = field(default_factory=set)  #: have no rows, and exist once for each part
     written: set[BufferId] = field(default_factory=set)  #: results of products, a part of whose rows each part writes
@@ -90,7 +90,8 @@ class _Finder:
             elif position > loop.seed or self.sunk:
                 self._visit(position, op)
         if not any(self._adds_up(i) for i in loop.cuts):
-            raise self._none("nothing adds its rows up", self.ops[loop.seed])
+            op = self.ops[loop.seed]
+            raise NoLoopError(f"{op.name}: no op that takes rows one by one adds them up", op, is_head=True)
         self._check_outside()
         self._sort_out()
         return self._large()
@@ -168,7 +169,7 @@ class _Finder:
             raise self._none(f"its rows cannot be told apart in {self.loop.groups} groups", op)
         return run
 
-    def _check_extents(self, op: Op, cut: Cut) -> None:
+    def _check_extents(self, op: Op, cut: RowCut) -> None:
         """Rows are paired by their number, so all operands must have as many, or one for all."""
         extents: set[int] = set()
         pairs = (*zip(op.args, cut.operands, strict=False), *zip(op.results, cut.results, strict=False))

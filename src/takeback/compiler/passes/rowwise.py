@@ -1,6 +1,6 @@
 """What is known of ops that treat each row by itself, or add rows up: where the rows are among operands and results.
 
-In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `Cut`, or why there is none. Each
+In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `RowCut`, or why there is none. Each
 fact is about what torch's operator computes; an op without a fact here is not cut.
 """
 
@@ -32,7 +32,7 @@ class Folded(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Cut:
+class RowCut:
     """Where the rows of an op lie: of each positional argument (None: it has none) and of each result. `sizes` is the
     position of an argument that is the shape of the result."""
 
@@ -76,7 +76,7 @@ _POINTWISE = frozenset(("masked_fill", "where", "copy", "fill"))
 _NLL = {"nll_loss_forward": 2, "nll_loss_backward": 2, "nll_loss2d_forward": 4, "nll_loss2d_backward": 4}
 
 
-def cut_of(op: Op, runs: Mapping[int, Run], result: Run | None = None) -> Cut | str:
+def cut_of(op: Op, runs: Mapping[int, Run], result: Run | None = None) -> RowCut | str:
     """`runs`: by position of an argument, where the rows of the operands that have any lie. `result`: where those of
     the first result lie, if no operand says."""
     target = op.target
@@ -137,17 +137,17 @@ def _one(runs: Mapping[int, Run], result: Run | None) -> Run | None:
 _APART = "the rows of its operands lie in different dimensions"
 
 
-def _pointwise(op: Op, runs: Mapping[int, Run], result: Run | None) -> Cut | str:
+def _pointwise(op: Op, runs: Mapping[int, Run], result: Run | None) -> RowCut | str:
     run = _one(runs, result)
     if run is None:
         return _APART
-    return Cut(tuple(run if _is_tensor(a) else None for a in op.args), (run,) * len(op.results))
+    return RowCut(tuple(run if _is_tensor(a) else None for a in op.args), (run,) * len(op.results))
 
 
-def _fill(op: Op, result: Run | None) -> Cut | str:
+def _fill(op: Op, result: Run | None) -> RowCut | str:
     if result is None:
         return "it is not known to treat each row by itself"
-    return Cut((None,) * len(op.args), (result,))
+    return RowCut((None,) * len(op.args), (result,))
 
 
 def _along(
@@ -158,7 +158,7 @@ def _along(
     operands: tuple[int, ...],
     dims_at: int,
     keep_at: int | None,
-) -> Cut | str:
+) -> RowCut | str:
     run = _one(runs, result if keep_at is None else None)
     if run is None or any(position not in operands for position in runs):
         return _APART
@@ -173,11 +173,11 @@ def _along(
         fold = _ADDS.get(name)
         if fold is None or not long <= dims:
             return "it mixes rows"
-        return Cut(given, (fold,) * len(op.results))
+        return RowCut(given, (fold,) * len(op.results))
     kept = keep_at is None or bool(op.args[keep_at] if len(op.args) > keep_at else op.kwargs.get("keepdim", False))
     if not kept:
         run = Run(*(dim + sum(other > dim for other in dims) for dim in (run.first, run.last)))
-    return Cut(given, (run,) * len(op.results))
+    return RowCut(given, (run,) * len(op.results))
 
 
 def _dims(op: Op, at: int, rank: int) -> set[int]:
@@ -200,7 +200,7 @@ def _negative(dim: object, rank: int) -> int:
     return dim - rank if dim >= 0 else dim
 
 
-def _product(op: Op, runs: Mapping[int, Run]) -> Cut | str:
+def _product(op: Op, runs: Mapping[int, Run]) -> RowCut | str:
     """[rows, inner] times [inner, columns] treats each row by itself; [columns, rows] times [rows, inner] adds up."""
     shift = 1 if name_of(op) == "addmm" else 0
     left, right = shift, shift + 1
@@ -208,13 +208,13 @@ def _product(op: Op, runs: Mapping[int, Run]) -> Cut | str:
     if len(_shape(op.args[left])) == 3 and _shape(op.args[left])[0] != 1:
         return "it is a batch of products"
     if runs.get(left) == rows and right not in runs:
-        return Cut((rows,) * shift + (rows, None), (rows,))
+        return RowCut((rows,) * shift + (rows, None), (rows,))
     if shift == 0 and runs.get(left, columns) == columns and runs.get(right, rows) == rows and runs:
-        return Cut((columns, rows), (Folded.SUM,))
+        return RowCut((columns, rows), (Folded.SUM,))
     return "it multiplies rows with rows" if shift == 0 else "it adds to a sum over rows"
 
 
-def _nll(op: Op, runs: Mapping[int, Run], rank: int, *, backward: bool) -> Cut | str:
+def _nll(op: Op, runs: Mapping[int, Run], rank: int, *, backward: bool) -> RowCut | str:
     at = 1 if backward else 0
     reduction = op.args[at + 3]
     rows, targets = Run(-rank, -rank), Run(1 - rank, 1 - rank)
@@ -227,13 +227,13 @@ def _nll(op: Op, runs: Mapping[int, Run], rank: int, *, backward: bool) -> Cut |
     if backward:
         if reduction == 0:
             given[0] = targets
-        return Cut(tuple(given), (rows,)) if runs.get(0, targets) == targets else _APART
+        return RowCut(tuple(given), (rows,)) if runs.get(0, targets) == targets else _APART
     if reduction == 0:
-        return Cut(tuple(given), (targets, Folded.LOCAL))
-    return Cut(tuple(given), (Folded.SUM if reduction == 2 else Folded.MEAN, Folded.WEIGHT))
+        return RowCut(tuple(given), (targets, Folded.LOCAL))
+    return RowCut(tuple(given), (Folded.SUM if reduction == 2 else Folded.MEAN, Folded.WEIGHT))
 
 
-def _view_backward(op: Op, runs: Mapping[int, Run], *, drops: bool) -> Cut | str:
+def _view_backward(op: Op, runs: Mapping[int, Run], *, drops: bool) -> RowCut | str:
     run, sizes = runs.get(0), op.args[1]
     assert isinstance(sizes, tuple)
     dim = _negative(op.args[2], len(sizes))
@@ -245,17 +245,17 @@ def _view_backward(op: Op, runs: Mapping[int, Run], *, drops: bool) -> Cut | str
         run = Run(*(d - 1 if d <= dim else d for d in (run.first, run.last)))
     if dim in run:
         return "it mixes rows"
-    return Cut((run if not drops else runs[0],) + (None,) * (len(op.args) - 1), (run,), sizes=1)
+    return RowCut((run if not drops else runs[0],) + (None,) * (len(op.args) - 1), (run,), sizes=1)
 
 
-def _pad(op: Op, runs: Mapping[int, Run]) -> Cut | str:
+def _pad(op: Op, runs: Mapping[int, Run]) -> RowCut | str:
     run, pad = runs.get(0), op.args[1]
     assert isinstance(pad, tuple)
     if run is None:
         return _APART
     if any(pad[2 * (-d - 1) : 2 * -d] not in ((), (0, 0)) for d in range(run.first, run.last + 1)):
         return "it adds rows"
-    return Cut((run,) + (None,) * (len(op.args) - 1), (run,))
+    return RowCut((run,) + (None,) * (len(op.args) - 1), (run,))
 
 
 def _is_tensor(argument: object) -> bool:
