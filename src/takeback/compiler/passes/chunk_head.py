@@ -25,11 +25,12 @@ from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 #: Logits are worth cutting if they are at least this share of the peak.
 SHARE = 0.02
-#: So many parts, unless they would be smaller than this: a GPU's products want work for all of it.
-PARTS, PART_BYTES = 16, 32 << 20
+#: So many parts at most on a GPU, and none of fewer bytes or rows than these: its products want work for all of it, and
+#: every part reads and writes the weight's gradient once.
+PARTS, PART_BYTES, PART_ROWS = 16, 32 << 20, 2048
 PARTS_ON_CPU = 8
-#: Products like sizes that their tiles divide.
-ROWS_MULTIPLE = 64
+#: A GPU's products like numbers of rows that their tiles divide.
+TILE_ROWS = 64
 
 
 def chunk_head(draft: Draft, *, chunks: int | None = None) -> Draft:
@@ -60,7 +61,7 @@ def _rewrite(draft: Draft, buffer: BufferId, chunks: int | None) -> Draft:
         except NoLoopError as error:
             refused = refused or error
             continue
-        return _written(draft, loop, chunks or _count(program, size))
+        return _written(draft, loop, chunks or _count(program, size, op.outputs[0].shape[-2]))
     if refused is None or not refused.is_head:
         return draft
     refusal = Refusal("chunk_head", op.name, buffer, size, refused.reason, refused.op.site or op.site)
@@ -76,15 +77,15 @@ def _groups(program: Program, seed: int, buffer: BufferId) -> list[int]:
     return [rows, *sorted((n for n in looks if 1 < n < rows and rows % n == 0), reverse=True)]
 
 
-def _count(program: Program, size_bytes: int) -> int:
+def _count(program: Program, size_bytes: int, rows: int) -> int:
     if program.device_type == "cpu":
         return PARTS_ON_CPU
-    return max(2, min(PARTS, size_bytes // PART_BYTES))
+    return max(2, min(PARTS, size_bytes // PART_BYTES, rows // PART_ROWS))
 
 
 def _written(draft: Draft, loop: RowLoop, chunks: int) -> Draft:
     program = draft.program
-    parts = tuple(parts_of(loop.groups, chunks, ROWS_MULTIPLE))
+    parts = tuple(parts_of(loop.groups, chunks, 1 if program.device_type == "cpu" else TILE_ROWS))
     if len(parts) < 2:
         return draft
     done = write_loop(program, draft.kept, loop, parts)

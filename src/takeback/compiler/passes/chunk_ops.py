@@ -15,7 +15,7 @@ import torch
 from takeback.compiler.ownership.facts import EMPTY, FILL, out_overload
 from takeback.compiler.passes.row_cuts import RowPart, Run, cut_inside, cut_sizes, cut_whole
 from takeback.compiler.passes.row_loop import RowLoop
-from takeback.compiler.passes.rowwise import PRODUCTS, RowCut, Folded, name_of
+from takeback.compiler.passes.rowwise import PRODUCTS, Folded, RowCut, name_of
 from takeback.compiler.program import (
     Argument,
     Buffer,

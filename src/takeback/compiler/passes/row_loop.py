@@ -15,7 +15,7 @@ import torch
 
 from takeback.compiler.ownership.facts import EMPTY, FILL
 from takeback.compiler.passes.row_cuts import Run, collapsed, run_of
-from takeback.compiler.passes.rowwise import PRODUCTS, RowCut, Folded, cut_of, name_of
+from takeback.compiler.passes.rowwise import PRODUCTS, Folded, RowCut, cut_of, name_of
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region, Special, regions
 
 #: A value of at most this share of the product's result may exist as a whole beside the loop.

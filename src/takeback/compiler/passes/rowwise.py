@@ -1,7 +1,7 @@
 """What is known of ops that treat each row by itself, or add rows up: where the rows are among operands and results.
 
-In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `RowCut`, or why there is none. Each
-fact is about what torch's operator computes; an op without a fact here is not cut.
+In: an op, and the runs (row_cuts.py) along which the rows of its operands lie. Out: a `RowCut`, or why there is none.
+Each fact is about what torch's operator computes; an op without a fact here is not cut.
 """
 
 from __future__ import annotations
