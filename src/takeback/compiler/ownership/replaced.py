@@ -17,8 +17,9 @@ from takeback.compiler.program import BufferId, Op, Program, show_op
 @dataclass(frozen=True)
 class Replaced:
     """`old` are positions in `before`, `new` those in `after`; `kept` are the buffers that were to last to the end of
-    the step then. A buffer that both programs have is the same value in both."""
+    the step then. A buffer that both programs have is the same value in both. `what` says it to the reader."""
 
+    what: str
     before: Program
     after: Program
     kept: frozenset[BufferId]

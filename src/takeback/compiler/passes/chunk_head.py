@@ -19,12 +19,14 @@ from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.ownership.replaced import Replaced
 from takeback.compiler.passes.chunk_ops import parts_of, write_loop, written_fill
 from takeback.compiler.passes.draft import Draft, Refusal
-from takeback.compiler.passes.row_loop import NoLoopError, RowLoop, find_loop
+from takeback.compiler.passes.row_loop import NoLoopError, RowLoop, find_loop, is_last
 from takeback.compiler.passes.rowwise import PRODUCTS, name_of
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 #: Logits are worth cutting if they are at least this share of the peak.
 SHARE = 0.02
+#: So many ways to group rows are tried, the finest first.
+GROUPINGS = 4
 #: So many parts at most on a GPU, and none of fewer bytes or rows than these: its products want work for all of it, and
 #: every part reads and writes the weight's gradient once.
 PARTS, PART_BYTES, PART_ROWS = 16, 32 << 20, 2048
@@ -55,31 +57,34 @@ def _rewrite(draft: Draft, buffer: BufferId, chunks: int | None) -> Draft:
     seed = next(i for i, op in enumerate(program.ops) if any(r.buffer == buffer for r in op.outputs))
     op, size = program.ops[seed], program.buffers[buffer].size_bytes
     refused: NoLoopError | None = None
-    for groups in _groups(program, seed, buffer):
+    for groups in _groups(program, seed):
         try:
             loop = find_loop(program, draft.kept, seed, groups)
         except NoLoopError as error:
             refused = refused or error
             continue
         return _written(draft, loop, chunks or _count(program, size, op.outputs[0].shape[-2]))
-    if refused is None or not refused.is_head:
+    if refused is None or not is_last(program, seed):
         return draft
     refusal = Refusal("chunk_head", op.name, buffer, size, refused.reason, refused.op.site or op.site)
     return replace(draft, refusals=(*draft.refusals, refusal))
 
 
-def _groups(program: Program, seed: int, buffer: BufferId) -> list[int]:
-    """Into how many groups the rows may fall: one each, or those of a leading dimension under which others look at
-    them (the sequences of a batch)."""
-    [result] = program.ops[seed].outputs
-    rows = result.shape[-2]
-    looks = {r.shape[0] for op in program.ops for r in op.inputs if r.buffer == buffer and len(r.shape) > 2}
-    return [rows, *sorted((n for n in looks if 1 < n < rows and rows % n == 0), reverse=True)]
+def _groups(program: Program, seed: int) -> list[int]:
+    """Into how many groups the rows may fall: one each, or those of a leading dimension under which the loss looks at
+    something (the sequences of a batch)."""
+    rows = program.ops[seed].outputs[0].shape[-2]
+    forward = [op for op in program.ops[seed:] if op.phase is Phase.FORWARD]
+    looks = {r.shape[0] for op in forward for r in op.inputs if len(r.shape) > 1}
+    fewer = sorted((n for n in looks if 1 < n < rows and rows % n == 0), reverse=True)
+    return [rows, *fewer[:GROUPINGS]]
 
 
 def _count(program: Program, size_bytes: int, rows: int) -> int:
     if program.device_type == "cpu":
         return PARTS_ON_CPU
+    if size_bytes < 2 * PART_BYTES:
+        return 1
     return max(2, min(PARTS, size_bytes // PART_BYTES, rows // PART_ROWS))
 
 
@@ -100,7 +105,10 @@ def _written(draft: Draft, loop: RowLoop, chunks: int) -> Draft:
         (before if position < loop.seed or position in hoisted else after).append(op)
     ops = (*before, *done.ops, *after)
     new = replace(program, ops=ops, buffers=done.buffers)
+    seed = program.ops[loop.seed]
+    size = program.buffers[seed.outputs[0].buffer].size_bytes
     replaced = Replaced(
+        f"{seed.name}: {size:,} bytes of results exist in {len(parts)} parts, one at a time",
         program,
         new,
         draft.kept,

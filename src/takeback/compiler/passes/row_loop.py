@@ -49,11 +49,22 @@ class RowLoop:
 
 
 class NoLoopError(Exception):
-    """Why ops cannot be run part by part. `is_head` if the rows do come together to a number, so that it matters."""
+    """Why ops cannot be run part by part: `op` is the first that cannot."""
 
-    def __init__(self, reason: str, op: Op, *, is_head: bool) -> None:
+    def __init__(self, reason: str, op: Op) -> None:
         super().__init__(reason)
-        self.reason, self.op, self.is_head = reason, op, is_head
+        self.reason, self.op = f"{op.name}: {reason}", op
+
+
+def is_last(program: Program, seed: int) -> bool:
+    """Whether no other product of the forward is computed from this one's result: a model's head, not its middle."""
+    reached = {r.buffer for r in program.ops[seed].outputs}
+    for op in program.ops[seed + 1 :]:
+        if op.phase is Phase.FORWARD and any(r.buffer in reached for r in op.inputs):
+            if name_of(op) in PRODUCTS:
+                return False
+            reached |= {*(r.buffer for r in op.outputs), *op.mutates}
+    return True
 
 
 def find_loop(program: Program, kept: Collection[BufferId], seed: int, groups: int) -> RowLoop:
@@ -90,8 +101,7 @@ class _Finder:
             elif position > loop.seed or self.sunk:
                 self._visit(position, op)
         if not any(self._adds_up(i) for i in loop.cuts):
-            op = self.ops[loop.seed]
-            raise NoLoopError(f"{op.name}: no op that takes rows one by one adds them up", op, is_head=True)
+            raise NoLoopError("no op that takes rows one by one adds them up", self.ops[loop.seed])
         self._check_outside()
         self._sort_out()
         return self._large()
@@ -118,7 +128,7 @@ class _Finder:
             for place, argument in enumerate(op.args):
                 found = {self._run(op, r) for r in regions(argument) if r.buffer in loop.rows}
                 if len(found) > 1:
-                    raise self._none("the rows of its operands lie in different dimensions", op)
+                    raise NoLoopError("the rows of its operands lie in different dimensions", op)
                 if found:
                     runs[place] = found.pop()
             self._take(position, op, runs)
@@ -134,19 +144,19 @@ class _Finder:
         loop = self.loop
         outside = [r for value in op.kwargs.values() for r in regions(value)]
         if any(r.buffer in loop.inside for r in outside):
-            raise self._none("it is given rows in an unusual way", op)
+            raise NoLoopError("it is given rows in an unusual way", op)
         late = [r for r in op.inputs if r.buffer in loop.sums or r.buffer in loop.written]
         if late:
-            raise self._none("it needs what all rows together give", op)
+            raise NoLoopError("it needs what all rows together give", op)
         result = next((self._run(op, r) for r in op.outputs if r.buffer in loop.rows), None)
         cut = cut_of(op, runs, result)
         if isinstance(cut, str):
-            raise self._none(cut, op)
+            raise NoLoopError(cut, op)
         if any(b not in loop.inside for b in op.mutates):
-            raise self._none("it writes rows into a tensor that was there before", op)
+            raise NoLoopError("it writes rows into a tensor that was there before", op)
         product = name_of(op) in PRODUCTS
         if product and position != loop.seed and op.phase is Phase.FORWARD:
-            raise NoLoopError("another product follows", op, is_head=False)
+            raise NoLoopError("another product follows", op)
         self._check_extents(op, cut)
         changes: list[tuple[set[BufferId], BufferId]] = []
         for region, where in zip(op.results, cut.results, strict=True):
@@ -156,7 +166,7 @@ class _Finder:
                 changes.append((into, region.buffer))
                 continue
             if self._run(op, region) != where:
-                raise self._none("the rows of its result do not lie one after another", op)
+                raise NoLoopError("the rows of its result do not lie one after another", op)
             exits = product and position != loop.seed
             changes.append((loop.written if exits else loop.rows, region.buffer))
         for into, buffer in changes:
@@ -166,7 +176,7 @@ class _Finder:
     def _run(self, op: Op, region: Region) -> Run:
         run = run_of(region, self.loop.groups, self.program.buffers[region.buffer].size_bytes)
         if run is None:
-            raise self._none(f"its rows cannot be told apart in {self.loop.groups} groups", op)
+            raise NoLoopError(f"its rows cannot be told apart in {self.loop.groups} groups", op)
         return run
 
     def _check_extents(self, op: Op, cut: RowCut) -> None:
@@ -181,11 +191,11 @@ class _Finder:
                     continue
                 one = collapsed(region, run)
                 if one is None:
-                    raise self._none("the rows of an operand do not lie one after another", op)
+                    raise NoLoopError("the rows of an operand do not lie one after another", op)
                 extents.add(one[0])
         extents.discard(1)
         if len(extents) != 1 or extents.pop() % self.loop.groups:
-            raise self._none("its operands have different numbers of rows", op)
+            raise NoLoopError("its operands have different numbers of rows", op)
 
     def _adds_up(self, position: int) -> bool:
         folded = any(f in (Folded.SUM, Folded.MEAN) for f in self.loop.cuts[position].results)
@@ -206,7 +216,7 @@ class _Finder:
             self._leave(buffer, self.ops[loop.seed], "it is kept")
         for i, op in enumerate(self.ops):
             if i not in loop.cuts and any(r.buffer in loop.inside for r in op.outputs):
-                raise self._none("it writes rows in an unusual way", op)
+                raise NoLoopError("it writes rows in an unusual way", op)
 
     def _leave(self, buffer: BufferId, op: Op, why: str) -> None:
         loop = self.loop
@@ -214,7 +224,7 @@ class _Finder:
             return
         if buffer in loop.local or not self._is_small(buffer):
             size = self.program.buffers[buffer].size_bytes
-            raise self._none(f"{size:,} bytes of rows are needed as a whole: {why}", op)
+            raise NoLoopError(f"{size:,} bytes of rows are needed as a whole: {why}", op)
         loop.copied.add(buffer)
 
     def _is_small(self, buffer: BufferId) -> bool:
@@ -235,9 +245,9 @@ class _Finder:
                 continue
             read = {r.buffer for r in op.inputs}
             if read & (loop.given | loop.inside):
-                raise self._none("the backward needs what it makes of the loss, or of other sums over all rows", op)
+                raise NoLoopError("the backward needs what it makes of the loss, or of other sums over all rows", op)
             if isinstance(op.target, Special) or torch.Tag.nondeterministic_seeded in op.target.tags:
-                raise self._none("the loop needs its random numbers", op)
+                raise NoLoopError("the loop needs its random numbers", op)
             needed |= read - loop.weights
         self._check_order()
 
@@ -254,12 +264,12 @@ class _Finder:
             for region in self.ops[position].inputs:
                 for writer in writers.get(region.buffer, ()):
                     if (writer < position) != (writer < loop.seed or writer in early):
-                        raise self._none("it writes in place what the rows are computed from", self.ops[writer])
+                        raise NoLoopError("it writes in place what the rows are computed from", self.ops[writer])
         for position in loop.before:
             passed = [i for i in range(loop.seed, position) if i not in loop.cuts and i not in early]
             wrote = set(self.ops[position].mutates)
             if wrote and any(r.buffer in wrote for i in passed for r in (*self.ops[i].inputs, *self.ops[i].outputs)):
-                raise self._none("it writes in place what others read before", self.ops[position])
+                raise NoLoopError("it writes in place what others read before", self.ops[position])
 
     def _large(self) -> set[BufferId]:
         """Values as large as the rows that only the loop reads, and that are made without it."""
@@ -276,7 +286,3 @@ class _Finder:
 
     def _factors(self, position: int) -> tuple[Region, ...]:
         return self.ops[position].inputs if name_of(self.ops[position]) in PRODUCTS else ()
-
-    def _none(self, reason: str, op: Op) -> NoLoopError:
-        is_head = any(self._adds_up(i) for i in self.loop.cuts)
-        return NoLoopError(f"{op.name}: {reason}", op, is_head=is_head)
