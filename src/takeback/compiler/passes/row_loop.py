@@ -49,11 +49,12 @@ class RowLoop:
 
 
 class NoLoopError(Exception):
-    """Why ops cannot be run part by part: `op` is the first that cannot."""
+    """Why ops cannot be run part by part: `op` is the first that cannot. `room`: it could, if this buffer, into which it
+    writes rows, had been made part by part."""
 
-    def __init__(self, reason: str, op: Op) -> None:
+    def __init__(self, reason: str, op: Op, room: BufferId | None = None) -> None:
         super().__init__(reason)
-        self.reason, self.op = f"{op.name}: {reason}", op
+        self.reason, self.op, self.room = f"{op.name}: {reason}", op, room
 
 
 def is_last(program: Program, seed: int) -> bool:
@@ -69,20 +70,30 @@ def is_last(program: Program, seed: int) -> bool:
 
 def find_loop(program: Program, kept: Collection[BufferId], seed: int, groups: int) -> RowLoop:
     """Raises `NoLoopError`."""
-    finder = _Finder(program, kept, RowLoop(seed, groups), frozenset())
-    sunk = finder.find()
+    rooms = frozenset[BufferId]()
+    while True:
+        finder = _Finder(program, kept, RowLoop(seed, groups), rooms)
+        try:
+            sunk = finder.find()
+            break
+        except NoLoopError as error:
+            if error.room is None or error.room in rooms:
+                raise
+            rooms |= {error.room}
     while sunk > finder.sunk:
         try:
-            finder = _Finder(program, kept, RowLoop(seed, groups), frozenset(sunk))
-            sunk = sunk | finder.find()
+            finder = _Finder(program, kept, RowLoop(seed, groups), sunk)
+            sunk = finder.find()
         except NoLoopError:  # then they are made before, and read row by row
-            return _Finder(program, kept, RowLoop(seed, groups), frozenset()).found()
+            finder = _Finder(program, kept, RowLoop(seed, groups), rooms)
+            finder.find()
+            break
     return finder.loop
 
 
 class _Finder:
-    """One walk. `sunk` are values that depend on no product and are made for some rows at a time all the same, because
-    they are large."""
+    """One walk. `sunk` are values that do not begin with the product's rows, and are made for some of them at a time all
+    the same: rows are written into them, or they are large."""
 
     def __init__(self, program: Program, kept: Collection[BufferId], loop: RowLoop, sunk: frozenset[BufferId]) -> None:
         self.program, self.kept, self.loop, self.sunk = program, kept, loop, sunk
@@ -90,8 +101,8 @@ class _Finder:
         self.limit = SMALL * sum(program.buffers[r.buffer].size_bytes for r in self.ops[loop.seed].outputs)
         loop.rows |= set(sunk)
 
-    def find(self) -> set[BufferId]:
-        """Fills the loop. Gives the large values that it reads and should make itself."""
+    def find(self) -> frozenset[BufferId]:
+        """Fills the loop. Gives `sunk`, and what other large values it reads."""
         loop = self.loop
         for position, op in enumerate(self.ops):
             if op.phase is Phase.UPDATE:
@@ -105,10 +116,6 @@ class _Finder:
         self._check_outside()
         self._sort_out()
         return self._large()
-
-    def found(self) -> RowLoop:
-        self.find()
-        return self.loop
 
     # -- the walk --------------------------------------------------------------------------------------------------
 
@@ -132,8 +139,10 @@ class _Finder:
                 if found:
                     runs[place] = found.pop()
             self._take(position, op, runs)
-        except NoLoopError:
+        except NoLoopError as error:
             # What is small may exist as a whole: then the op is none of the loop's.
+            if error.room is not None:
+                raise
             if any(r.buffer in loop.inside and not self._is_small(r.buffer) for r in op.inputs):
                 raise
             if any(r.buffer in loop.inside for r in op.outputs):
@@ -152,8 +161,10 @@ class _Finder:
         cut = cut_of(op, runs, result)
         if isinstance(cut, str):
             raise NoLoopError(cut, op)
-        if any(b not in loop.inside for b in op.mutates):
-            raise NoLoopError("it writes rows into a tensor that was there before", op)
+        for b in op.mutates:
+            if b not in loop.inside:
+                room = None if self.program.buffers[b].role.borrowed else b
+                raise NoLoopError("it writes rows into a tensor that was there before", op, room)
         product = name_of(op) in PRODUCTS
         if product and position != loop.seed and op.phase is Phase.FORWARD:
             raise NoLoopError("another product follows", op)
@@ -271,9 +282,9 @@ class _Finder:
             if wrote and any(r.buffer in wrote for i in passed for r in (*self.ops[i].inputs, *self.ops[i].outputs)):
                 raise NoLoopError("it writes in place what others read before", self.ops[position])
 
-    def _large(self) -> set[BufferId]:
-        """Values as large as the rows that only the loop reads, and that are made without it."""
-        loop, found = self.loop, set[BufferId](self.sunk)
+    def _large(self) -> frozenset[BufferId]:
+        """Values as large as the rows that the loop reads row by row, and that are made without it."""
+        loop, found = self.loop, set[BufferId]()
         for position, cut in loop.cuts.items():
             for argument, run in zip(self.ops[position].args, cut.operands, strict=False):
                 for region in regions(argument):
@@ -281,8 +292,7 @@ class _Finder:
                         continue
                     if not self.program.buffers[region.buffer].role.borrowed:
                         found.add(region.buffer)
-        makes = self.ops[loop.seed]
-        return found - {r.buffer for r in makes.inputs} - {r.buffer for i in loop.cuts for r in self._factors(i)}
+        return self.sunk | (found - {r.buffer for i in loop.cuts for r in self._factors(i)})
 
     def _factors(self, position: int) -> tuple[Region, ...]:
         return self.ops[position].inputs if name_of(self.ops[position]) in PRODUCTS else ()
