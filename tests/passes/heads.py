@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import takeback as tb
 from takeback.compiler.layout import Layout, lay_out
-from takeback.compiler.passes import PIPELINE, Draft, Stage, run_passes
+from takeback.compiler.passes import PIPELINE, Draft, Home, PassSettings, Stage, run_passes
 from takeback.compiler.passes.chunk_head import chunk_head
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena_executor import ArenaExecutor
 
 ROWS, LENGTH, VOCABULARY, WIDTH = 6, 20, 96, 8
@@ -176,12 +177,16 @@ def compiled(model: nn.Module, loss_fn: LossFunction, batch: tuple[Tensor, ...],
 
 
 def run_chunked(model: nn.Module, loss_fn: LossFunction, batch: tuple[Tensor, ...]) -> ChunkedRun:
-    """In poison mode, in an arena."""
+    """In poison mode."""
     step = compiled(model, loss_fn, batch)
     plan, maker = step._plans[0], step._maker
-    draft = run_passes(plan.original, plan.finished.kept, stages=STAGES)
-    layout, whole = lay_out(draft), lay_out(run_passes(plan.original, plan.finished.kept))
-    plan.executor = ArenaExecutor(layout, maker.arena, maker.native, poison=True)
+    settings = PassSettings(home=maker.home)
+    draft = run_passes(plan.original, plan.finished.kept, settings, stages=STAGES)
+    layout, whole = lay_out(draft), lay_out(run_passes(plan.original, plan.finished.kept, settings))
+    if maker.home is Home.ARENA:
+        plan.executor = ArenaExecutor(layout, maker.arena, maker.native, poison=True)
+    else:
+        plan.executor = AllocatorExecutor(layout, poison=True)
     model.zero_grad(set_to_none=True)
     out = step(*batch)
     loss, rest = out if isinstance(out, tuple) else (out, None)
