@@ -49,8 +49,8 @@ class RowLoop:
 
 
 class NoLoopError(Exception):
-    """Why ops cannot be run part by part: `op` is the first that cannot. `room`: it could, if this buffer, into which it
-    writes rows, had been made part by part."""
+    """Why ops cannot be run part by part: `op` is the first that cannot. `room`: it could, if this buffer, into which
+    it writes rows, had been made part by part."""
 
     def __init__(self, reason: str, op: Op, room: BufferId | None = None) -> None:
         super().__init__(reason)
@@ -92,8 +92,8 @@ def find_loop(program: Program, kept: Collection[BufferId], seed: int, groups: i
 
 
 class _Finder:
-    """One walk. `sunk` are values that do not begin with the product's rows, and are made for some of them at a time all
-    the same: rows are written into them, or they are large."""
+    """One walk. `sunk` are values that do not begin with the product's rows, and are made for some of them at a time
+    all the same: rows are written into them, or they are large."""
 
     def __init__(self, program: Program, kept: Collection[BufferId], loop: RowLoop, sunk: frozenset[BufferId]) -> None:
         self.program, self.kept, self.loop, self.sunk = program, kept, loop, sunk
