@@ -946,7 +946,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     ),
     PlantedFault(
         "passes: a weight's gradient in bfloat16 is added up in bfloat16",
-        "compiler/passes/chunk_ops.py",
+        "compiler/passes/chunk_totals.py",
         "wide = torch.float32 if result.dtype in _NARROW else result.dtype",
         "wide = result.dtype",
         (

@@ -66,8 +66,7 @@ def smoothed(m: Any, x: Tensor, y: Tensor) -> Tensor:
 
 def shifted(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """As transformers does it: logits upcast, labels padded at the end and shifted."""
-    logits = m(x)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _wide(m(x))
     y = F.pad(y, (0, 1), value=-100)[..., 1:].contiguous()
     return F.cross_entropy(*flat(logits, y), ignore_index=-100)
 
@@ -121,6 +120,18 @@ def two_heads(m: Any, x: Tensor, y: Tensor) -> Tensor:
 def in_bfloat16(m: Any, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=m.head.weight.dtype == torch.float32):
         return shifted(m, x, y)
+
+
+def with_narrow_mean(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """A mean in bfloat16 that is widened afterwards: it must be divided before that."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=m.head.weight.dtype == torch.float32):
+        logits = m(x)
+        more = logits.square().mean()
+    return F.cross_entropy(*flat(_wide(logits), y)) + _wide(more)
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 HEADS: dict[str, LossFunction] = {

