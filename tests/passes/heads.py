@@ -137,19 +137,8 @@ def _wide(t: Tensor) -> Tensor:
 HEADS: dict[str, LossFunction] = {
     f.__name__: f
     for f in (
-        *(plain, soft_capped, with_z_loss, smoothed, shifted),
-        *(
-            shifted_logits,
-            over_items,
-            weighted,
-            padded_vocabulary,
-            words_left_out,
-            by_hand,
-            one_hot,
-            tied,
-            two_heads,
-            in_bfloat16,
-        ),
+        *(plain, soft_capped, with_z_loss, smoothed, shifted, shifted_logits, over_items, weighted),
+        *(padded_vocabulary, words_left_out, by_hand, one_hot, tied, two_heads, in_bfloat16, with_narrow_mean),
     )
 }
 
