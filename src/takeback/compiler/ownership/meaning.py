@@ -12,8 +12,8 @@ Of the passes it knows what each may change without changing a value, and shares
     chunk_loss                  the backward of a loss treats each row by itself, so rows of the result are all of it
     reduce                      from REDUCE to WAIT a slice is on its way; after it, the average of what it was
     advance                     order matters only where one op reads or writes what the other writes
-    chunk_head                  a fill is its number, whatever it is like; beyond that, all but the ops it replaced is
-                                checked (replaced.py)
+    chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
+                                that it replaced (replaced.py)
     recompute                   the same op on the same values is the same value, unless it draws random numbers; a
                                 batch norm in its form for evaluation is that for training, on the statistics of that
 """

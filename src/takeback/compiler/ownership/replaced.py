@@ -30,7 +30,7 @@ class Replaced:
 def walk_around(replaced: Replaced) -> tuple[SymbolWalk, SymbolWalk]:
     """Both programs, walked: in the second, the new ops leave behind what the old ones left. Raises `MeaningError`."""
     table = SymbolTable()
-    then, now = SymbolWalk(table, replaced.before), SymbolWalk(table, replaced.after)
+    then, now = (SymbolWalk(table, program, fills=True) for program in (replaced.before, replaced.after))
     read, left = _walk_old(then, replaced)
     new = [replaced.after.ops[i] for i in sorted(replaced.new)]
     made = _written(new)

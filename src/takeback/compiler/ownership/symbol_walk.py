@@ -43,14 +43,15 @@ class MeaningError(AssertionError):
 
 
 class SymbolWalk:
-    """One program, walked from its first op to its last."""
+    """One program, walked from its first op to its last. `fills`: what an op fills with a number is the same value,
+    whatever tensor it is made like."""
 
-    def __init__(self, table: SymbolTable, program: Program) -> None:
+    def __init__(self, table: SymbolTable, program: Program, *, fills: bool = False) -> None:
         self.program, self.contents = program, Contents(table, program.buffers)
         self.random: dict[object, Symbol] = {}  #: by generator: its state, where it is not as it was
         self.held: list[Symbol] = []  #: what was read into Python
         self.made: list[tuple[Symbol, Op]] = []
-        self._table = table
+        self._table, self._fills = table, fills
         self._saved: dict[object, Symbol] = {}
         self._norms: dict[Symbol, tuple[Symbol, object]] = {}  # what each result of a batch norm is
 
@@ -176,7 +177,7 @@ class SymbolWalk:
             # What a training norm gives does not depend on the running statistics that it updates.
             operands = tuple((n, v) for n, v in operands if n not in ("running_mean", "running_var", "momentum"))
         if not _draws(op, facts):
-            filled = _filled(op) if facts.fills else None
+            filled = _filled(op) if facts.fills and self._fills else None
             return self._table.of(facts.name, operands) if filled is None else self._table.of("filled", *filled)
         given = (*zip(facts.parameters, op.args, strict=False), *op.kwargs.items())
         generator = next((value for name, value in given if name == "generator"), None)
