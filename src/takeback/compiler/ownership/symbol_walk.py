@@ -282,7 +282,10 @@ class SymbolWalk:
         trained = dict(operands)
         deviation = self._table.of("result", made, 2)
         held = self._table.of("tensor", deviation, mean.dtype, mean.shape, mean.stride)
-        one = self._table.of("result", self._table.of("aten.ones_like.default", (("self", held),)), 0)
+        like: tuple[object, ...] = ("aten.ones_like.default", (("self", held),))
+        if self._fills:
+            like = ("filled", float(1).hex(), (mean.dtype, mean.shape))
+        one = self._table.of("result", self._table.of(*like), 0)
         scale = deviation
         if trained.get("weight") != (type(None), None):
             product = self._table.of("aten.mul.Tensor", (("self", held), ("other", trained.get("weight"))))
