@@ -76,7 +76,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: nobody asks whether the program still means what was recorded",
         "compiler/passes/pipeline.py",
-        "    check_meaning(program, draft.program, kept, draft.kept)\n",
+        "    check_meaning(program, draft.program, kept, draft.kept, draft.replaced)\n",
         "",
         ("tests/ownership/test_meaning.py::test_pass_that_changes_the_meaning_is_found_after_the_last_one",),
     ),
@@ -912,5 +912,46 @@ FAULTS: tuple[PlantedFault, ...] = (
         "    ops += now.ops[len(new_ops) :]",
         "    pass",
         ("tests/step/test_numbers.py::test_annealed_number_has_one_plan_where_gradients_are_clipped",),
+    ),
+    PlantedFault(
+        "passes: chunks of a head read the first rows again and again",
+        "compiler/passes/row_cuts.py",
+        "offset = region.offset + start * rows * stride",
+        "offset = region.offset",
+        ("tests/passes/test_chunk_head.py::test_head_runs_in_chunks_and_its_gradients_are_as_near_to_float64s[plain]",),
+    ),
+    PlantedFault(
+        "passes: chunks of a head need not come before what reads their sums",
+        "compiler/passes/row_loop.py",
+        "if read & (loop.given | loop.inside):",
+        "if False:",
+        ("tests/passes/test_chunk_head.py::test_what_needs_all_rows_at_once_is_refused[squared]",),
+    ),
+    PlantedFault(
+        "passes: logits that the caller gets are cut all the same",
+        "compiler/passes/row_loop.py",
+        "if buffer in loop.local or not self._is_small(buffer):",
+        "if buffer in loop.local:",
+        ("tests/passes/test_chunk_head.py::test_what_needs_all_rows_at_once_is_refused[logits_returned]",),
+    ),
+    PlantedFault(
+        "meaning: ops that replace others may read anything",
+        "compiler/ownership/replaced.py",
+        "if b not in made and read.get(b) != now.contents.final(b):",
+        "if False:",
+        (
+            "tests/passes/test_chunk_head.py::test_change_beyond_the_chunks_is_found_by_the_check_of_meaning"
+            "[other_operand-reads what the replaced ops did not read]",
+        ),
+    ),
+    PlantedFault(
+        "passes: a weight's gradient in bfloat16 is added up in bfloat16",
+        "compiler/passes/chunk_totals.py",
+        "wide = torch.float32 if result.dtype in _NARROW else result.dtype",
+        "wide = result.dtype",
+        (
+            "tests/passes/test_chunk_head.py"
+            "::test_weight_gradient_of_bfloat16_products_is_added_up_in_float32_and_never_rounded",
+        ),
     ),
 )

@@ -12,6 +12,9 @@ Of the passes it knows what each may change without changing a value, and shares
     chunk_loss                  the backward of a loss treats each row by itself, so rows of the result are all of it
     reduce                      from REDUCE to WAIT a slice is on its way; after it, the average of what it was
     advance                     order matters only where one op reads or writes what the other writes
+    align                       nothing but zeros that nobody reads, which numbers must prove: what it made is what counts
+    chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
+                                that it replaced (replaced.py)
     fuse                        a cluster is the ops it is made of
     recompute                   the same op on the same values is the same value, unless it draws random numbers; a
                                 batch norm in its form for evaluation is that for training, on the statistics of that
@@ -19,10 +22,11 @@ Of the passes it knows what each may change without changing a value, and shares
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from takeback.compiler.cluster import unclustered
 from takeback.compiler.ownership.contents import SymbolTable
+from takeback.compiler.ownership.replaced import Replaced, walk_around
 from takeback.compiler.ownership.symbol_walk import MeaningError, SymbolWalk
 from takeback.compiler.program import BufferId, Program, show_op
 
@@ -34,9 +38,17 @@ def check_meaning(
     planned: Program,
     kept: Collection[BufferId] = (),
     still_kept: Collection[BufferId] = (),
+    replaced: Sequence[Replaced] = (),
 ) -> None:
     """Raises `MeaningError` unless both programs give the same. `kept` are buffers that must last to the end of the
-    recorded program, `still_kept` those of the planned one."""
+    recorded program, `still_kept` those of the planned one. `replaced`: what was done in between, in that order, that
+    has to be shown by numbers."""
+    for each in replaced:
+        check_meaning(recorded, each.before, kept, each.kept)
+        then, now = walk_around(each)
+        if (wrong := _difference(then, now)) is not None:
+            raise MeaningError(f"{wrong}{_first_new(then, now)}")
+        recorded, kept = each.after, each.kept
     table = SymbolTable()
     then, now = SymbolWalk(table, recorded), SymbolWalk(table, unclustered(planned))
     then.walk(averaged=planned.slices.keys())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from takeback.compiler.ownership.contents import Contents, Symbol, SymbolTable, WriteLayer
-from takeback.compiler.ownership.facts import COPY, EMPTY
+from takeback.compiler.ownership.facts import COPY, EMPTY, FILL
 from takeback.compiler.program import (
     Argument,
     HyperScalar,
@@ -44,14 +44,15 @@ class MeaningError(AssertionError):
 
 
 class SymbolWalk:
-    """One program, walked from its first op to its last."""
+    """One program, walked from its first op to its last. `fills`: what an op fills with a number is the same value,
+    whatever tensor it is made like."""
 
-    def __init__(self, table: SymbolTable, program: Program) -> None:
+    def __init__(self, table: SymbolTable, program: Program, *, fills: bool = False) -> None:
         self.program, self.contents = program, Contents(table, program.buffers)
         self.random: dict[object, Symbol] = {}  #: by generator: its state, where it is not as it was
         self.held: list[Symbol] = []  #: what was read into Python
         self.made: list[tuple[Symbol, Op]] = []
-        self._table = table
+        self._table, self._fills = table, fills
         self._saved: dict[object, Symbol] = {}
         self._norms: dict[Symbol, tuple[Symbol, object]] = {}  # what each result of a batch norm is
 
@@ -62,17 +63,21 @@ class SymbolWalk:
             if waits and op.phase is Phase.UPDATE:
                 self._average(averaged)
                 waits = False
-            if isinstance(op.target, Special):
-                self._special(op)
-                continue
-            facts = _facts(op.target)
-            if facts.is_empty:
-                for region in op.outputs:
-                    self.contents.forget(region.buffer)
-            else:
-                self._run(op, facts)
+            self.step(op)
         if waits:
             self._average(averaged)
+
+    def step(self, op: Op) -> None:
+        """One op."""
+        if isinstance(op.target, Special):
+            self._special(op)
+            return
+        facts = _facts(op.target)
+        if facts.is_empty:
+            for region in op.outputs:
+                self.contents.forget(region.buffer)
+        else:
+            self._run(op, facts)
 
     def _average(self, parameters: Collection[int]) -> None:
         places = dict.fromkeys(self.program.grads[i] for i in sorted(parameters) if i in self.program.grads)
@@ -173,7 +178,8 @@ class SymbolWalk:
             # What a training norm gives does not depend on the running statistics that it updates.
             operands = tuple((n, v) for n, v in operands if n not in ("running_mean", "running_var", "momentum"))
         if not _draws(op, facts):
-            return self._table.of(facts.name, operands)
+            filled = _filled(op) if facts.fills and self._fills else None
+            return self._table.of(facts.name, operands) if filled is None else self._table.of("filled", *filled)
         given = (*zip(facts.parameters, op.args, strict=False), *op.kwargs.items())
         generator = next((value for name, value in given if name == "generator"), None)
         made = self._table.of(facts.name, operands, "drawn from", self._state(generator))
@@ -277,7 +283,10 @@ class SymbolWalk:
         trained = dict(operands)
         deviation = self._table.of("result", made, 2)
         held = self._table.of("tensor", deviation, mean.dtype, mean.shape, mean.stride)
-        one = self._table.of("result", self._table.of("aten.ones_like.default", (("self", held),)), 0)
+        like: tuple[object, ...] = ("aten.ones_like.default", (("self", held),))
+        if self._fills:
+            like = ("filled", float(1).hex(), (mean.dtype, mean.shape))
+        one = self._table.of("result", self._table.of(*like), 0)
         scale = deviation
         if trained.get("weight") != (type(None), None):
             product = self._table.of("aten.mul.Tensor", (("self", held), ("other", trained.get("weight"))))
@@ -312,6 +321,7 @@ class _TargetFacts:
     outs: frozenset[str]  #: those that are `out=` ones
     is_empty: bool
     copies: bool
+    fills: bool
     norms: bool
     by_rows: bool
     draws: bool  #: it is tagged so
@@ -330,10 +340,23 @@ def _facts(target: OpOverload) -> _TargetFacts:
         frozenset(p.name for p in schema.parameters if p.is_out),
         target in EMPTY,
         target in COPY,
+        target in FILL,
         target in _BATCH_NORMS,
         by_rows,
         torch.Tag.nondeterministic_seeded in target.tags,
     )
+
+
+def _filled(op: Op) -> tuple[object, ...] | None:
+    """What a fill gives, whatever tensor it is like: a number, as a dtype, in a shape. None if the number is read anew
+    in each step."""
+    assert not isinstance(op.target, Special)
+    at, number = FILL[op.target]
+    given: Argument = number if at is None else op.args[at]
+    if type(given) not in (int, float, bool):
+        return None
+    assert isinstance(given, int | float)
+    return (float(given).hex(), *((r.dtype, r.shape) for r in op.outputs))
 
 
 def _numbered(results: tuple[Argument, ...]) -> Iterator[tuple[object, Region]]:

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from takeback.compiler.ownership.replaced import Replaced
 from takeback.compiler.program import BufferId, Op, Program, Site
 
 
@@ -102,6 +103,7 @@ class Draft:
     home: Home = Home.ARENA
     placements: Mapping[BufferId, Placement] = field(default_factory=dict)
     moves: tuple[Moved, ...] = ()
+    replaced: tuple[Replaced, ...] = ()  #: ops in whose place others came that give the same but for rounding
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
     chosen: Chosen | None = None  #: what is made a second time, if that was asked
     planned_peak_bytes: int | None = None  #: what the choice of what to rebuild comes to, if one was made

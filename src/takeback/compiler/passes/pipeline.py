@@ -14,6 +14,7 @@ from takeback.compiler.form import check_form
 from takeback.compiler.ownership.meaning import check_meaning
 from takeback.compiler.passes.advance import advance
 from takeback.compiler.passes.align import align
+from takeback.compiler.passes.chunk_head import chunk_head
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.functionalize import functionalize
@@ -71,7 +72,11 @@ def _idle_reduce(settings: PassSettings) -> str | None:
 
 
 def _idle_chunk_loss(settings: PassSettings) -> str | None:
-    return "mode='fast': the whole loss is one cluster" if settings.fast else None
+    return "mode='fast': chunk_head cuts all of the loss into parts, not its backward alone" if settings.fast else None
+
+
+def _idle_chunk_head(settings: PassSettings) -> str | None:
+    return None if settings.fast else "mode='exact': sums are added up in eager's order"
 
 
 def _idle_align(settings: PassSettings) -> str | None:
@@ -101,8 +106,9 @@ def _idle_pack(settings: PassSettings) -> str | None:
 PIPELINE: tuple[Stage, ...] = (
     Stage(functionalize),
     Stage(move),
-    Stage(chunk_loss, idle=_idle_chunk_loss),
     Stage(align, idle=_idle_align, rewrites=True),
+    Stage(chunk_loss, idle=_idle_chunk_loss),
+    Stage(chunk_head, idle=_idle_chunk_head),
     Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),
     Stage(advance, idle=_idle_advance),
     Stage(fuse, idle=_idle_fuse),
@@ -152,7 +158,7 @@ def run_passes(
             draft = after
     if settings.known:
         check_form(draft.program, draft.kept)
-    check_meaning(meant, draft.program, still, draft.kept)
+    check_meaning(meant, draft.program, still, draft.kept, draft.replaced)
     return draft
 
 
