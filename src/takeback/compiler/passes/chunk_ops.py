@@ -93,6 +93,7 @@ class _PartWriter:
     def write(self) -> None:
         for position, cut in self.loop.cuts.items():
             self._op(position, cut)
+        self.totals.flush()
         for buffer in sorted(self.loop.copied):
             self._copy_out(buffer)
 

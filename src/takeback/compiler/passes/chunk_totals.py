@@ -28,6 +28,7 @@ class Totals:
         self._writer, self._kept, self._loop = writer, kept, loop
         self._ops = writer.program.ops
         self._sums: dict[int, Region] = {}  # by op
+        self._waiting: list[tuple[Op, Region, Region]] = []  # a result of an op, to be added to a total
         self.dropped: set[int] = set()
 
     def add(self, position: int, op: Op, *, first: bool) -> None:
@@ -83,7 +84,13 @@ class Totals:
         if first:
             self._writer.write(op, aten._to_copy.default, (part,), {"dtype": total.dtype}, total)
         else:
+            self._waiting.append((op, total, part))
+
+    def flush(self) -> None:
+        """What waits for the end of a part: added up before, it would stand between ops that can be one."""
+        for op, total, part in self._waiting:
             self._writer.write(op, aten.add_.Tensor, (total, part), {}, total, in_place=True)
+        self._waiting = []
 
     def _add_product(self, op: Op, total: Region, *, first: bool) -> None:
         left, right = op.args

@@ -28,6 +28,7 @@ _CHEAP = frozenset(
     )
 )
 _LONGEST = 48  #: ops that one cluster makes again
+_SMALL = 1000  #: times the size of the largest value: what is smaller is kept
 _MOST_READ = 1.25  #: so many bytes may be read to make one
 
 
@@ -59,7 +60,9 @@ class _LeastKept:
         inside = {id(op) for reader in readers for op in reader.ops}
         wanted, needed = self._reads(readers, inside)
         named = {r.buffer for _, r in program.named_regions()} | kept
-        self._there = needed | named  # in bytes when the backward begins
+        largest = max((b.size_bytes for b in program.buffers.values() if not b.role.borrowed), default=0)
+        small = {b for b in wanted if program.buffers[b].size_bytes * _SMALL < largest}
+        self._there = needed | named | small  # in bytes when the backward begins
         self._forbid_long_ways()
         self._kept = self._there | self._cheapest(wanted - self._there)
 
