@@ -33,7 +33,7 @@ STAGES = (
     "run",
     "explain",
 )
-TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
+TOP = ("step", "tracing", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
 GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
@@ -54,7 +54,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout", "planning"}),
     "explain": frozenset(STAGES),
     "step": frozenset(STAGES),
-    "predict": frozenset(STAGES),
+    "tracing": frozenset(STAGES),
+    "predict": frozenset((*STAGES, "tracing")),
     **dict.fromkeys((*EAGER, *GROUND), frozenset()),
 }
 # Of all parts, the only ones that these may import besides themselves.
