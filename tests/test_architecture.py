@@ -33,7 +33,19 @@ STAGES = (
     "run",
     "explain",
 )
-TOP = ("step", "tracing", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
+TOP = (
+    "entry",
+    "step",
+    "tracing",
+    "predict",
+    "cli",
+    "demo",
+    "comparison",
+    "targets",
+    "backend",
+    "integrations",
+    "__init__",
+)
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
 GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
@@ -53,6 +65,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "planning": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout"}),
     "run": frozenset({"program", "schema", "capture", "ownership", "passes", "plan", "layout", "planning"}),
     "explain": frozenset(STAGES),
+    "entry": frozenset({"capture", "step"}),
     "step": frozenset(STAGES),
     "tracing": frozenset(STAGES),
     "predict": frozenset((*STAGES, "tracing")),

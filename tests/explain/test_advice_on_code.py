@@ -1,5 +1,5 @@
-"""Tips that change the user's code, and with it the last bits: each, when taken, keeps its promise within a tenth. What a
-step takes after it, in bytes and in predicted time, is that of the changed code, compiled.
+"""Tips that change the user's code, and with it the last bits: each, when taken, keeps its promise within a tenth. What
+a step takes after it is that of the changed code, compiled.
 """
 
 from __future__ import annotations
@@ -68,12 +68,9 @@ def tip_of(report: Report, part: str) -> Tip | None:
 
 def assert_kept(tip: Tip | None, before: Report, after: Report) -> None:
     assert tip is not None
-    assert tip.saves_bytes is not None
-    if tip.saves_bytes:
-        assert before.peak_bytes - after.peak_bytes == pytest.approx(tip.saves_bytes, rel=0.1)
-    assert tip.added_share is not None
-    now = before.step_s + before.added_s
-    assert after.step_s + after.added_s == pytest.approx(now * (1 + tip.added_share), rel=0.1)
+    assert tip.saves_bytes
+    assert before.peak_bytes - after.peak_bytes == pytest.approx(tip.saves_bytes, rel=0.1)
+    assert tip.added_share is None  # no figure is better than one that is off by a fifth of the step
 
 
 # -- a loss in chunks ----------------------------------------------------------------------------------------------
@@ -177,24 +174,32 @@ def test_language_model_of_transformers_is_converted_for_what_the_tip_promised()
 # -- a fused optimizer ---------------------------------------------------------------------------------------------
 
 
-def heavy(**fused: bool) -> zoo.Case:
+def heavy(**flags: bool) -> zoo.Case:
     """Its update takes as long as the rest."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)
     batch = (torch.randn(8, 256), torch.randint(4, (8,)))
     return zoo.Case("heavy", model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, batch)
 
 
-def test_fused_optimizer_takes_the_time_that_the_tip_promised_and_is_not_told_twice() -> None:
+@pytest.mark.parametrize("foreach", [True, False])
+def test_fused_optimizer_saves_what_the_tip_promised_where_the_update_makes_the_peak(foreach: bool) -> None:
+    """Who keeps the gradients leaves no bytes for what the update makes."""
+    before = report_of(heavy(foreach=foreach), keep_grads=True)
+    after = report_of(heavy(fused=True), keep_grads=True)
+    assert_kept(tip_of(before, "torch.optim.AdamW(..., fused=True)"), before, after)
+    assert tip_of(after, "fused=True") is None
+
+
+def test_fused_optimizer_promises_no_bytes_where_the_plan_has_found_room_for_the_update() -> None:
     before, after = report_of(heavy()), report_of(heavy(fused=True))
+    assert after.peak_bytes == pytest.approx(before.peak_bytes, rel=0.01)
     tip = tip_of(before, "fused=True")
     assert tip is not None
-    assert tip.do == "torch.optim.AdamW(..., fused=True)"
-    assert tip.added_share is not None
-    assert tip.added_share < -0.1
-    assert_kept(tip, before, after)
-    assert tip_of(after, "fused=True") is None
+    assert (tip.saves_bytes, tip.added_share) == (0, None)
+    assert promise(tip) == "less time; how much is not known here"
+    assert "The peak stays" in tip.why
 
 
 def test_fused_optimizer_is_no_tip_where_the_update_is_next_to_nothing() -> None:

@@ -74,4 +74,5 @@ class HalfTraced:
 
     def __call__(self, report: Report) -> Iterator[Tip]:
         if helps(self.program, self.rates()):
-            yield from self.replan.tip(report, self.traced(), what_to_write(self.program.device_type), _WHY)
+            planned = self.replan.planned(self.traced())
+            yield from self.replan.tip(report, planned, what_to_write(self.program.device_type), _WHY)

@@ -316,14 +316,14 @@ def _advice(report: Report) -> list[str]:
 
 def promise(tip: Tip) -> str:
     """`-3.10 GiB of the peak, for 4.1 % more time`."""
-    if tip.saves_bytes is None:
-        return "how much is not known here"
+    if not tip.saves_bytes:
+        return "how much is not known here" if tip.saves_bytes is None else "less time; how much is not known here"
     saved = f"-{show_bytes(tip.saves_bytes)} {'of the peak' if tip.of == OF_PEAK else tip.of}"
     if tip.added_share is None:
         return saved
     more = round(100 * tip.added_share, 1)
     cost = "for no more time" if not more else f"for {abs(more):.1f} % {'more' if more > 0 else 'less'} time"
-    return f"{saved}, {cost}" if tip.saves_bytes else cost.removeprefix("for ")
+    return f"{saved}, {cost}"
 
 
 _TIP_WIDTH = 28
