@@ -17,7 +17,7 @@ from takeback.compiler.explain.advice import OF_PEAK, Tip
 from takeback.compiler.explain.advisor import AdvisedStep, peak_tip
 from takeback.compiler.explain.chunked_loss import in_chunks, operands_of
 from takeback.compiler.explain.half import HalfUnknown
-from takeback.compiler.explain.replan import Replan
+from takeback.compiler.explain.replan import LEAST_SHARE, Replan
 from takeback.compiler.explain.report import Report
 from takeback.compiler.run.allocator import Native
 from takeback.compiler.run.calibrate import rates_with
@@ -34,8 +34,9 @@ _FUSED = (
     "one kernel that reads and writes each parameter once, where now every operation of the update does. Results "
     "differ in the last bits"
 )
-_FUSED_TIME = "The peak stays: the plan has put what the update makes where bytes were free"
+_FUSED_TIME = "The peak stays as it is: the plan has put what the update makes where bytes were free"
 _LESS_TIME = 0.03  #: of the step, predicted: half of it was measured, and what is smaller is no reason to change code
+_TRIED_ON = "cpu"  #: where these tips were taken and measured
 _REFUSED = (OptionError, CaptureError, PlanError)
 
 
@@ -87,6 +88,8 @@ class FusedTip:
         given = self.maker.optimizers
         if self.plan.finished.own_steps or self.maker.scaling is not None or all(map(_is_fused, given.members)):
             return
+        if self.plan.finished.program.device_type != _TRIED_ON:
+            return
         members = tuple(member if _is_fused(member) else _fused(member) for member in given.members)
         names = dict.fromkeys(type(member).__name__ for member in given.members if not _is_fused(member))
         do = f"torch.optim.{'/'.join(names)}(..., fused=True)"
@@ -100,8 +103,10 @@ class FusedTip:
                 )
             )
             lower = list(self.replan.tip(report, planned, do, _FUSED))
-            if lower or planned.step_s < (1 - _LESS_TIME) * report.step_s:
-                yield from lower or [Tip(do, 0, OF_PEAK, None, f"{_FUSED}. {_FUSED_TIME}")]
+            stays = self.replan.peak(report, planned) <= (1 + LEAST_SHARE) * report.peak_bytes
+            if not lower and stays and planned.step_s < (1 - _LESS_TIME) * report.step_s:
+                lower = [Tip(do, 0, OF_PEAK, None, f"{_FUSED}. {_FUSED_TIME}")]
+            yield from lower
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,8 @@ class ChunkedLossTip:
     native: Native | None
 
     def __call__(self, report: Report) -> Iterator[Tip]:
-        if self.replan.options.has_target:  # a share of what eager would hold then, which is not known
-            return
+        if self.replan.options.has_target or self.finished.program.device_type != _TRIED_ON:
+            return  # of a target: a share of what eager would hold then, which is not known
         with contextlib.suppress(*_REFUSED):
             program = in_chunks(self.finished.program, self.native)
             if program is None:
