@@ -17,6 +17,7 @@ import takeback as tb
 from takeback import zoo
 from takeback.compiler.explain.advice import Tip
 from takeback.compiler.explain.chunked_loss import in_chunks
+from takeback.compiler.explain.half import Autocast
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import as_text, promise
 from takeback.compiler.passes.cost import Rates
@@ -269,6 +270,28 @@ def test_report_of_a_step_names_bfloat16_without_a_figure_and_explain_finds_the_
     known = with_autocast(report, case, step.options)
     assert_kept(tip_of(known, "autocast"), report, report_of(body_heavy(half), memory="keep"))
     assert len([t for t in known.advice.tips if "autocast" in t.do]) == 1
+
+
+@pytest.mark.usefixtures("quick_in_bfloat16")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in ("gpt", "dit")])
+def test_bfloat16_saves_what_was_promised_in_models_of_the_zoo(name: str) -> None:
+    case = zoo.case(name)
+    predicted = tb.predict(*parts(case), *case.batch, memory="keep")
+    other = zoo.case(name)
+    after = report_of(replace(other, loss_fn=Autocast(other.loss_fn, "cpu")), memory="keep")
+    assert_kept(tip_of(predicted, "autocast"), predicted, after)
+
+
+@pytest.mark.usefixtures("quick_in_bfloat16")
+def test_bfloat16_is_named_without_a_figure_where_fakes_cannot_show_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = tb.predict(model, lambda m, x: m(x).float().square().mean(), optimizer, torch.randn(2, 3, 8, 8))
+    tip = tip_of(report, "autocast")
+    assert tip is not None
+    assert tip.saves_bytes is None
+    assert "could not be traced" in tip.why
 
 
 def test_bfloat16_is_no_tip_where_it_is_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from takeback.compiler.explain.replan import Replan
 from takeback.compiler.explain.report import Report
 from takeback.compiler.passes.cost import Rates, operations
 from takeback.compiler.program import Phase, Program
+from takeback.errors import CaptureError, OptionError, PlanError
 
 _HELPS = 1.2  #: times as many operations a second: less is eaten up by casts
 _WHY = (
@@ -73,6 +74,12 @@ class HalfTraced:
     traced: Callable[[], Finished]
 
     def __call__(self, report: Report) -> Iterator[Tip]:
-        if helps(self.program, self.rates()):
+        if not helps(self.program, self.rates()):
+            return
+        do = what_to_write(self.program.device_type)
+        try:
             planned = self.replan.planned(self.traced())
-            yield from self.replan.tip(report, planned, what_to_write(self.program.device_type), _WHY)
+        except (CaptureError, OptionError, PlanError):  # what fakes cannot show, or a target that cannot be kept
+            yield Tip(do, None, OF_PEAK, None, f"{_WHY}. How much could not be traced")
+        else:
+            yield from self.replan.tip(report, planned, do, _WHY)
