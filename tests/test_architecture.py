@@ -35,7 +35,19 @@ STAGES = (
     "run",
     "explain",
 )
-TOP = ("step", "predict", "cli", "demo", "comparison", "targets", "backend", "integrations", "__init__")
+TOP = (
+    "entry",
+    "step",
+    "tracing",
+    "predict",
+    "cli",
+    "demo",
+    "comparison",
+    "targets",
+    "backend",
+    "integrations",
+    "__init__",
+)
 COMPILER = (*STAGES, *TOP)
 EAGER = ("bucket", "nn", "grads", "optim", "workspace", "norm_cache", "guard", "hazards", "zoo")
 GROUND = ("errors", "options", "cache", "native", "engine", "flat", "parallel", "progress")
@@ -65,8 +77,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {"program", "schema", "geometry", "cluster", "capture", "ownership", "passes", "plan", "layout", "planning"}
     ),
     "explain": frozenset(STAGES),
+    "entry": frozenset({"capture", "step"}),
     "step": frozenset(STAGES),
-    "predict": frozenset(STAGES),
+    "tracing": frozenset(STAGES),
+    "predict": frozenset((*STAGES, "tracing")),
     **dict.fromkeys((*EAGER, *GROUND), frozenset()),
 }
 # Of all parts, the only ones that these may import besides themselves.

@@ -14,7 +14,8 @@ from pairwise import quick_ones
 from takeback import zoo
 from takeback.compiler.capture import update
 from takeback.errors import CaptureError, OptionError
-from takeback.options import parse_bytes
+from takeback.options import Options, parse_bytes
+from takeback.tracing import TracedStep
 
 pytestmark = pytest.mark.usefixtures("short_search")
 
@@ -96,6 +97,42 @@ def test_value_read_into_python_cannot_be_predicted_and_says_so() -> None:
         CaptureError, match=r"value into Python .* at test_predict\.py:\d+, which .* return the tensor as aux"
     ):
         tb.predict(model, lambda m, x: m(x).sum() * float(x.max()), optimizer, torch.randn(2, 4))
+
+
+def test_result_that_its_kernel_makes_in_more_bytes_than_it_has_is_predicted_as_it_is_recorded() -> None:
+    """mse_loss makes its mean where it made the squares."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(m(x), y)
+
+    batch = (torch.randn(128, 16), torch.randn(128, 64))
+    traced = TracedStep(model, loss_fn, optimizer, batch, {}, Options(memory="keep")).traced()
+    step = tb.compile_step(model, loss_fn, optimizer, memory="keep")
+    step(*batch)
+    assert step._last is not None
+    sizes = [
+        {op.name: program.buffers[op.outputs[0].buffer].size_bytes for op in program.ops if op.outputs}
+        for program in (traced.program, step._last.original)
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[0]["mse_loss"] == 4 * 128 * 64
+
+
+def test_kernel_that_does_not_take_what_fakes_gave_is_refused_with_a_way_out() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: torch.Tensor = m(x).float().square().mean()
+            return loss
+
+    with pytest.raises(CaptureError, match=r"native_batch_norm_backward cannot be tried by itself.* Compile and run"):
+        tb.predict(model, loss_fn, optimizer, torch.randn(2, 3, 8, 8))
+    assert tb.compile_step(model, loss_fn, optimizer)(torch.randn(2, 3, 8, 8)).isfinite()
 
 
 def test_gpu_prediction_is_refused_plainly() -> None:

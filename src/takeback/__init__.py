@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the same table as _HOMES, for whoever reads the source and does not run it
     from takeback import bucket, nn, optim
     from takeback.compiler.explain.report import Report
+    from takeback.entry import compile_step
     from takeback.errors import (
         BorrowError,
         CaptureError,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # the same table as _HOMES, for whoever reads the source and 
     from takeback.guard import guard
     from takeback.norm_cache import NormCache
     from takeback.predict import largest_batch, predict
-    from takeback.step import CompiledStep, compile_step
+    from takeback.step import CompiledStep
     from takeback.workspace import Workspace
 
 __version__ = "0.1.0"  # the only place: pyproject.toml reads it here
@@ -72,7 +73,7 @@ _HOMES = {
     "NormCache": "takeback.norm_cache",
     "Report": "takeback.compiler.explain.report",
     "Workspace": "takeback.workspace",
-    "compile_step": "takeback.step",
+    "compile_step": "takeback.entry",
     "guard": "takeback.guard",
     "largest_batch": "takeback.predict",
     "predict": "takeback.predict",

@@ -37,6 +37,7 @@ from takeback.guard import Guard
 from takeback.options import Options, parse_bytes
 from takeback.predict import frontier as find_frontier
 from takeback.predict import passes as find_passes
+from takeback.predict import with_autocast
 from takeback.targets import BadArgument, device_named, load_case, load_maker, load_subjects, parts_of_case
 
 
@@ -243,6 +244,7 @@ def _report(target: str, steps: int, memory: str, solve_s: float, *, tips: bool)
         report = step.report()
         if not tips:
             return replace(report, advisor=None)
+        report = with_autocast(report, subject, step.options)
         tell(f"{target}: planning other settings")
         assert report.advice is not None  # found here, while the terminal says so
     return report

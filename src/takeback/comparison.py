@@ -22,8 +22,9 @@ from takeback.compiler.program import Phase, Program
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator import ALLOC, Cell
 from takeback.compiler.run.eager import eager_step
+from takeback.entry import compile_step
 from takeback.options import cache_dir, compiler
-from takeback.step import CompiledStep, compile_step
+from takeback.step import CompiledStep
 from takeback.zoo import Case
 
 Result = TypeVar("Result")

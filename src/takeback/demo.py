@@ -29,7 +29,7 @@ from takeback.comparison import (
     verdict,
 )
 from takeback.compiler.run.eager import eager_step
-from takeback.step import compile_step
+from takeback.entry import compile_step
 from takeback.zoo import GPT, OPTIMIZERS, Case, GPTConfig, ResNet, byte_batches, gpt, resnet, shape_batches
 
 STEPS = 40

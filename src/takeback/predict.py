@@ -8,36 +8,32 @@ scratch inside kernels cannot be seen that way; each distinct op that may take s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import batch_in_words, map_tensors, tensors_of
-from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.finish import Finished, OwnStep, check_early, finish_program, why_own_steps
-from takeback.compiler.capture.leaks import disarm_
-from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import capture
-from takeback.compiler.explain.advisor import AdvisedStep
+from takeback.compiler.capture.batch import batch_in_words
+from takeback.compiler.explain.advice import Advice
+from takeback.compiler.explain.advisor import AdvisedStep, by_saving
 from takeback.compiler.explain.frontier import Frontier, find_frontier
+from takeback.compiler.explain.half import what_to_write
 from takeback.compiler.explain.passes import PassRecord
+from takeback.compiler.explain.replan import Replan
 from takeback.compiler.explain.report import Report, build_report, title_of
+from takeback.compiler.explain.what_if import ChunkedLossTip
 from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.pipeline import PIPELINE
 from takeback.compiler.planning import plan_within, settings_for
-from takeback.compiler.program import BufferId, Program
-from takeback.compiler.run import allocator
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.execution import Execution
-from takeback.compiler.run.probe import probe_scratch
-from takeback.compiler.run.transaction import Transaction
 from takeback.errors import OptionError
-from takeback.options import Options, cache_dir, compiler, parse_bytes
+from takeback.options import Options, parse_bytes
+from takeback.tracing import TracedStep, half_of, planned
 
 MakeCase = Callable[[int], Any]
 
@@ -74,13 +70,12 @@ def predict(
         solve_s=solve_s,
     )
     _check_device(device, gpu)
-    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=progress)
-    seconds = cost_of(traced.program)
-    settings = settings_for(traced.program, options, seconds, notes=seconds.notes)
-    plan = plan_within(traced.program, traced.kept, options, settings)
+    given = TracedStep(model, loss_fn, optimizer, batch, kwargs, options)
+    traced = given.traced(progress)
+    plan = planned(traced.finished, options)
     layout = plan.layout
     execution = Execution(
-        serves_ops=traced.serves_ops,
+        serves_ops=traced.native is not None,
         undo_bytes=undo_bytes(layout.draft.program),
         kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
     )
@@ -88,12 +83,38 @@ def predict(
         layout,
         traced.program,
         execution,
-        own_steps=traced.own_steps,
+        own_steps=traced.finished.own_steps,
         step_s=plan.step_s,
         added_s=plan.added_s,
         title=title_of(model, batch_in_words((batch, kwargs)), options, traced.program.device),
     )
-    return AdvisedStep(traced.program, traced.kept, options, seconds).advised(report)
+    replan = Replan(planned, execution, options)
+    others = (
+        ChunkedLossTip(traced.finished, model, replan, traced.native),
+        half_of(given, replan, traced.program),
+    )
+    return AdvisedStep(traced.program, traced.kept, options, plan.seconds, others=others).advised(report)
+
+
+def with_autocast(report: Report, case: Any, options: Options) -> Report:
+    """The report of a compiled step of `case`, whose tip for bfloat16 has figures: the step is traced with it, on fake
+    tensors. `case` has model, loss_fn, optimizer and batch."""
+    if subjects.device_of(case.model).type != "cpu":
+        return report
+
+    def advisor() -> Advice:
+        found = report.advice
+        do = what_to_write("cpu")
+        others = [tip for tip in found.tips if tip.do != do]
+        if len(others) == len(found.tips):
+            return found
+        given = TracedStep(case.model, case.loss_fn, case.optimizer, tuple(case.batch), {}, options)
+        traced = given.traced()
+        replan = Replan(planned, Execution(traced.native is not None, undo_bytes(traced.program)), options)
+        tips = sorted((*others, *half_of(given, replan, traced.program)(report)), key=by_saving)
+        return replace(found, tips=tuple(tips))
+
+    return replace(report, advisor=advisor)
 
 
 def passes(
@@ -122,7 +143,7 @@ def passes(
     )
     say = progress or (lambda text: None)
     say("tracing the step")
-    traced = _trace(model, loss_fn, optimizer, batch, kwargs, options=options, progress=None)
+    traced = TracedStep(model, loss_fn, optimizer, batch, kwargs, options).traced()
     settings = settings_for(traced.program, options, cost_of(traced.program), progress=progress)
     records: list[PassRecord] = []
 
@@ -167,92 +188,15 @@ def frontier(
     _check_device(device, gpu)
     say = progress or (lambda text: None)
     say("tracing the step")
-    traced = _trace(
-        model,
-        loss_fn,
-        optimizer,
-        batch,
-        kwargs,
-        options=options,
-        progress=lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})"),
+    traced = TracedStep(model, loss_fn, optimizer, batch, kwargs, options).traced(
+        lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})")
     )
     return find_frontier(traced.program, traced.kept, options, cost_of(traced.program), progress=progress)
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """A step as `compile_step` would record it, seen through fake tensors."""
-
-    program: Program
-    kept: frozenset[BufferId]
-    own_steps: tuple[OwnStep, ...]
-    serves_ops: bool  #: the native allocator is there
 
 
 def _check_device(device: str | None, gpu: str | None) -> None:
     if device not in (None, "cpu") or gpu is not None:
         raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
-
-
-def _trace(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: Optimizer | Sequence[Optimizer],
-    batch: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    options: Options,
-    progress: Callable[[int, int], None] | None,
-) -> _Traced:
-    """The program of the step, update and scratch included. Of the user's, nothing is run or changed."""
-    optimizers = subjects.check(model, loss_fn, optimizer)
-    if subjects.device_of(model).type != "cpu":
-        raise OptionError(f"this version predicts for the CPU only; the model is on {subjects.device_of(model)}")
-    native = allocator.load(cache_dir(), compiler())
-    with Transaction() as tracing:  # for the modes and traps that Ctrl-C would leave behind
-        tracing.at_end(disarm_)
-        tracing.compute()
-        finished = _finished(model, loss_fn, optimizers, batch, kwargs, options)
-    program = finished.program
-    if native is not None:
-        program = probe_scratch(program, native, progress)
-    return _Traced(program, finished.kept, finished.own_steps, native is not None)
-
-
-def _finished(
-    model: torch.nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizers: Optimizers,
-    batch: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-) -> Finished:
-    check_early(options, optimizers)
-    own_steps = why_own_steps(optimizers)
-    with FakeWorld() as world:
-        fake_model, fake_optimizers, fake_loss_fn = world.copy(model, optimizers, loss_fn)
-        fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
-        subject = subjects.build(
-            fake_model,
-            fake_loss_fn,
-            fake_optimizers,
-            tensors_of((fake_batch, fake_kwargs)),
-            accumulate=options.accumulate,
-            clip_norm=options.clip_norm,
-        )
-        got = capture(subject, fake_batch, fake_kwargs, real=False)
-        for member, reason in zip(fake_optimizers.members, own_steps, strict=True):
-            if reason is None:
-                world.fill_states(member, subject.parameters)
-        return finish_program(
-            got.program,
-            fake_optimizers,
-            subject.parameters,
-            subject.names,
-            own_steps=own_steps,
-            one_by_one=options.update == "early",
-            keep_grads=options.keep_grads,
-        )
 
 
 def largest_batch(

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import MIB, fixed_report, zoo_report
+from reports import ADVICE, MIB, fixed_report, zoo_report
 
+from takeback.compiler.explain.advice import OF_PEAK, Tip
 from takeback.compiler.explain.html import as_html
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.report import Report
@@ -39,6 +40,8 @@ console.error = (...said) => wrong.push(said.join(" "));</script>
   const seen = {}, out = document.getElementById("readout"), find = document.getElementById("find");
   const began = performance.now();
   seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  const tips = document.querySelector(".tips").parentElement;
+  seen.tips = tips.scrollWidth - tips.clientWidth;
   seen.dark = matchMedia("(prefers-color-scheme: dark)").matches;
   seen.idle = out.textContent;
   const rects = [...document.querySelectorAll("#arena rect")];
@@ -79,9 +82,12 @@ def seen_in(report: Report, folder: Path, width: int) -> dict[str, Any]:
 
 def test_reader_finds_points_and_walks_and_nothing_is_cut_off(tmp_path: Path) -> None:
     report = zoo_report("gpt")
-    seen = seen_in(dataclasses.replace(report, advisor=fixed_report().advisor), tmp_path, 390)
+    long = Tip("linear_cross_entropy(hidden, model.decoder.output_projection.weight, targets)", MIB, OF_PEAK, None, "")
+    advice = dataclasses.replace(ADVICE, tips=(long, *ADVICE.tips))
+    seen = seen_in(dataclasses.replace(report, advisor=lambda: advice), tmp_path, 390)
     assert seen["wrong"] == []
     assert seen["wide"] <= 0, "the page is wider than its window"
+    assert seen["tips"] <= 0, "what is to be pasted is cut off"
     assert "ops" in seen["hovered"]
     assert seen["hovered"] != seen["idle"]
     assert 0 < seen["found"] < seen["values"]

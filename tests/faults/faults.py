@@ -954,4 +954,41 @@ FAULTS: tuple[PlantedFault, ...] = (
             "::test_weight_gradient_of_bfloat16_products_is_added_up_in_float32_and_never_rounded",
         ),
     ),
+    PlantedFault(
+        "advice: logits that others read are promised away",
+        "compiler/explain/loss_chain.py",
+        "return all(set(uses.readers.get(b, [])) <= chain.ops and len(uses.writers[b]) == 1 for b in inner)",
+        "return True",
+        ("tests/explain/test_advice_on_code.py::test_loss_whose_logits_are_read_otherwise_has_no_tip[read_again]",),
+    ),
+    PlantedFault(
+        "advice: what the optimizer's state and groups are is changed by looking",
+        "compiler/explain/what_if.py",
+        'twin.param_groups = [{**group, "fused": True, "foreach": False} for group in optimizer.param_groups]',
+        '[group.update({"fused": True, "foreach": False}) for group in optimizer.param_groups]',
+        ("tests/explain/test_advice_on_code.py::test_looking_for_tips_leaves_the_optimizer_as_it_was",),
+    ),
+    PlantedFault(
+        "advice: bfloat16 is recommended to every machine",
+        "compiler/explain/half.py",
+        "if rates.product(torch.bfloat16) < _HELPS * rates.product(torch.float32):",
+        "if False:",
+        ("tests/explain/test_advice_on_code.py::test_bfloat16_is_no_tip_where_it_is_no_faster",),
+    ),
+    PlantedFault(
+        "package: what users import at the top of a script brings the compiler",
+        "entry.py",
+        "from takeback.options import Options\n",
+        "from takeback.options import Options\nfrom takeback import step as _\n",
+        (
+            "tests/test_package.py::test_a_fresh_process_has_the_compiler_without_frameworks_and_the_command_by_python_m",
+        ),
+    ),
+    PlantedFault(
+        "cache: an entry that was changed is used",
+        "cache.py",
+        'if whole[-_FOOTER_BYTES:] != b"".join(_footer(name, content)):',
+        "if len(whole) < _FOOTER_BYTES:",
+        ("tests/run/test_cache_faults.py::test_spoiled_entries_count_as_absent_and_are_mended[one_bit]",),
+    ),
 )

@@ -20,9 +20,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from takeback.compiler.explain.report import Report
+from takeback.entry import compile_step as compile_plain_step
 from takeback.errors import CaptureError, OptionError
 from takeback.step import CompiledStep
-from takeback.step import compile_step as compile_plain_step
 
 _ACCELERATORS = {
     "accumulate": "Accelerator(gradient_accumulation_steps=...)",

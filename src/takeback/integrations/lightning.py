@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from takeback.compiler.explain.report import Report
+from takeback.entry import compile_step
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.deferred import NoIndex, deferred, tell_
 from takeback.integrations.lightning_checks import Wants, outline_of, wants_of
-from takeback.step import CompiledStep, compile_step
+from takeback.step import CompiledStep
 
 
 def _callback_class() -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from takeback.errors import ConvertError, OptionError
-from takeback.nn.batch_norms import Fused, convert_batch_norms_, revert_batch_norms_
+from takeback.nn.batch_norms import Fused, Normed, convert_batch_norms_, revert_batch_norms_
 from takeback.nn.compare import Arguments, compare
 from takeback.nn.conversion import Changed, Conversion
 from takeback.nn.find_norms import Kept
@@ -33,6 +33,7 @@ def convert(
     relu: Literal["relu", "leaky_relu"] = "relu",
     group: Any = None,
     head: bool = True,
+    body: bool = True,
     example: Example | None = None,
 ) -> nn.Module:
     """Give a model's layers forms that keep less for backward, in place; `conversion` says which and why.
@@ -43,6 +44,7 @@ def convert(
             models do: another function, to train anew.
         group: synchronise every batch norm over this process group; "world" for all processes.
         head: whether the output layer of a language model may leave logits unmade when it is trained with labels.
+        body: whether anything but that output layer may be changed.
         example: an input, a tuple of them, or keywords. Copies of the model run forward and backward on it, before and
             after; if outputs or gradients differ, the model is given back as it was and `ConvertError` raised.
 
@@ -53,9 +55,9 @@ def convert(
         raise OptionError(f"relu is 'relu' or 'leaky_relu', got {relu!r}")
     before = copy.deepcopy(model) if example is not None else None
     arguments = None if example is None else _arguments(example)
-    normed = convert_batch_norms_(model, relu, group)
+    normed = convert_batch_norms_(model, relu, group) if body else Normed(model, (), renamed=False)
     model = normed.model
-    report = (*normed.report, *convert_forms_(model, head=head, example=arguments))
+    report = (*normed.report, *convert_forms_(model, head=head, body=body, example=arguments))
     changed = tuple(each for each in report if isinstance(each, Changed))
     setattr(model, REPORT, Conversion(changed, tuple(each for each in report if isinstance(each, Kept))))
     if before is not None and arguments is not None:

@@ -36,11 +36,13 @@ BECAUSE = {
 }
 
 
-def convert_forms_(model: nn.Module, *, head: bool, example: Arguments | None = None) -> list[Changed | Kept]:
-    """Give every module that is recognised its form."""
+def convert_forms_(
+    model: nn.Module, *, head: bool, body: bool = True, example: Arguments | None = None
+) -> list[Changed | Kept]:
+    """Give every module that is recognised its form: those of the body, and the output layer."""
     done: list[Changed | Kept] = []
     found: list[tuple[str, nn.Module, str, type[Form], object]] = []
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if body else ():
         for what, form, recognise in FORMS if not isinstance(module, Form) else ():
             kind = recognise(module)
             if isinstance(kind, str):

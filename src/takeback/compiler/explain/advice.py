@@ -15,8 +15,8 @@ OF_PEAK, OF_COPIES = "peak", "copied per step"
 class Tip:
     """One thing to do. The promise is kept within a tenth (tests/explain/test_advice.py)."""
 
-    do: str  #: ready to paste: an argument of `compile_step`, or the line to look at
-    saves_bytes: int
+    do: str  #: ready to paste: an argument of `compile_step`, what to write in your code, or the line to look at
+    saves_bytes: int | None  #: 0: time alone; None where it cannot be known without running your code otherwise
     of: str  #: what becomes less: `OF_PEAK` or `OF_COPIES`
     added_share: float | None  #: of the step's time, predicted; None where it is not known
     why: str

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from takeback.compiler.explain.advice import OF_COPIES, OF_PEAK, Advice, Tip
 from takeback.compiler.explain.frontier import Frontier, find_frontier
 from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.replan import LEAST_SHARE
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import short_line
 from takeback.compiler.passes.draft import Home
 from takeback.compiler.program import BufferId, Op, Program
 from takeback.options import Options
 
-LEAST_SHARE = 0.01  #: of the peak, or of what is copied: less is not worth a tip
 MOST_COPIES = 3
 _LEVELS = 6  #: of the frontier: enough to choose from, in half the time
 
@@ -42,8 +42,12 @@ class AdvisedStep:
     def _advice(self, report: Report, progress: Callable[[str], None] | None) -> Advice:
         frontier = find_frontier(self.program, self.kept, self.options, self.seconds, home=self.home, progress=progress)
         tips = [*_less_memory(report, frontier, self.options), *(t for other in self.others for t in other(report))]
-        tips.sort(key=lambda tip: (-tip.saves_bytes, tip.do))
-        return Advice((*tips, *_copies(report)), frontier)
+        return Advice((*sorted(tips, key=by_saving), *_copies(report)), frontier)
+
+
+def by_saving(tip: Tip) -> tuple[bool, int, str]:
+    """The order of tips: what lowers the peak before what is copied, the largest saving first."""
+    return tip.of != OF_PEAK, -(tip.saves_bytes or 0), tip.do
 
 
 def peak_tip(report: Report, do: str, peak_bytes: int, added_s: float | None, why: str) -> Iterator[Tip]:

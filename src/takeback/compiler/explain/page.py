@@ -189,10 +189,12 @@ svg:focus-visible,input:focus-visible{outline:2px solid var(--ours)}
 .bar span{min-width:2px}.swatch{display:inline-block;width:12px;height:12px;border-radius:3px;vertical-align:-1px}
 .k0{background:#4c7fb8}.k1{background:#7d6bb5}.k2{background:#a9b4c2}.k3{background:#2a9d8f}.k4{background:#e07a3f}
 .k5{background:#c8384b}.k6{background:#c2a83e}.k7{background:#8b9199}.k8{background:#d9a5b3}
-.parts td:first-child{white-space:normal;overflow-wrap:anywhere}.parts td:last-child{padding-right:0}
+.parts td:first-child,.tips td:first-child{white-space:normal;overflow-wrap:anywhere}
+.parts td:last-child{padding-right:0}
 @media(max-width:600px){.tips td{display:block;border:0;padding:2px 0}.tips tr{display:block;padding:8px 0;
 border-bottom:1px solid var(--line)}main{padding:20px 12px 40px}section{padding:14px}}
-code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;background:var(--page);padding:2px 6px;border-radius:4px}
+code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;background:var(--page);padding:2px 6px;border-radius:4px;
+-webkit-box-decoration-break:clone;box-decoration-break:clone}.tips td{min-width:9em}
 tbody tr:last-child td{border-bottom:0}td:first-child{white-space:nowrap}
 th{color:var(--dim);font-weight:500}.right{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 """

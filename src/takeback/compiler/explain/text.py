@@ -305,13 +305,19 @@ def _advice(report: Report) -> list[str]:
     if not tips:
         return [*lines, *wrapped(NO_TIP, "", "")]
     for tip in tips:
-        lines.append(f"{_cut(tip.do, 28):<28}{promise(tip)}")
+        do = clean(tip.do)
+        if len(do) < _TIP_WIDTH:
+            lines.append(f"{do:<{_TIP_WIDTH}}{promise(tip)}")
+        else:  # what is to be pasted is not cut off
+            lines += [*wrapped(do, "", "    "), f"{'':<{_TIP_WIDTH}}{promise(tip)}"]
         lines += wrapped(clean(tip.why), "    ", "    ")
     return lines
 
 
 def promise(tip: Tip) -> str:
     """`-3.10 GiB of the peak, for 4.1 % more time`."""
+    if not tip.saves_bytes:
+        return "how much is not known here" if tip.saves_bytes is None else "less time; how much is not known here"
     saved = f"-{show_bytes(tip.saves_bytes)} {'of the peak' if tip.of == OF_PEAK else tip.of}"
     if tip.added_share is None:
         return saved
@@ -320,6 +326,7 @@ def promise(tip: Tip) -> str:
     return f"{saved}, {cost}"
 
 
+_TIP_WIDTH = 28
 ASK = "report.advice, or takeback explain, plans other settings and says what each would save and cost."
 NO_TIP = "No other setting was found that would lower the peak by more than a percent."
 

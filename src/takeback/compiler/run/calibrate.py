@@ -70,6 +70,12 @@ def cost_of(program: Program) -> OpCost:
     return OpCost(rates(program.device_type, dtypes, open_cache()))
 
 
+def rates_with(program: Program, dtype: torch.dtype) -> Rates:
+    """The rates for a program, products in one more dtype included."""
+    dtypes = frozenset(r.dtype for op in program.ops for r in op.outputs)
+    return rates(program.device_type, dtypes | {dtype}, open_cache())
+
+
 @functools.cache
 def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Cache, threads: int) -> Rates:
     known = _read(cache.read("rates", _machine(device, threads)))

@@ -5,7 +5,7 @@ Fake tensors do not show scratch (a convolution's backward takes twice its outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from takeback.compiler.capture.scratch import attach_scratch
 from takeback.compiler.ownership.facts import COPY, EMPTY, FILL
 from takeback.compiler.program import (
     Argument,
+    Buffer,
     BufferId,
     Cluster,
     Op,
@@ -28,6 +29,7 @@ from takeback.compiler.program import (
 )
 from takeback.compiler.run.allocator import Cell, Native
 from takeback.compiler.run.recording import Requests
+from takeback.errors import CaptureError
 
 
 def probe_scratch(program: Program, native: Native, progress: Callable[[int, int], None] | None = None) -> Program:
@@ -46,7 +48,16 @@ def probe_scratch(program: Program, native: Native, progress: Callable[[int, int
         rename = dict(zip((r.buffer for r in model.outputs), (r.buffer for r in ops[i].outputs), strict=True))
         found = known[keys[i]]
         ops[i] = replace(ops[i], scratch=tuple(s.renamed(rename) for s in found))
-    return replace(program, ops=tuple(ops))
+    return replace(program, ops=tuple(ops), buffers=_as_large_as_made(program, ops))
+
+
+def _as_large_as_made(program: Program, ops: Sequence[Op]) -> dict[BufferId, Buffer]:
+    """A few kernels make a result in more bytes than it has: mse_loss in those of its operand. Fakes do not."""
+    buffers = dict(program.buffers)
+    for result, size in ((s.result, s.size_bytes) for op in ops for s in op.scratch):
+        if result is not None and size > buffers[result].size_bytes:
+            buffers[result] = replace(buffers[result], size_bytes=size)
+    return buffers
 
 
 def _may_take_scratch(op: Op) -> bool:
@@ -99,6 +110,11 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
             cell.view[0] = 0
             out = op.target(*args, **kwargs)
             cell.view[0] = -1
+    except RuntimeError as error:  # checked on 2.13: fakes have a batch norm's statistics in bfloat16, kernels do not
+        raise CaptureError(
+            f"{op.name} cannot be tried by itself, to find the scratch it takes: fake kernels gave operands that the "
+            f"real one does not take ({error}). Compile and run the step: what it records is real."
+        ) from error
     finally:
         torch._C._set_grad_enabled(mode)
         torch.default_generator.set_state(state)

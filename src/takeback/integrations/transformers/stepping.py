@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
+from takeback.entry import compile_step
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.transformers.optimizer import innermost
 from takeback.integrations.transformers.refusals import check_model
-from takeback.step import CompiledStep, compile_step
+from takeback.step import CompiledStep
 
 #: Where callbacks may look at gradients, or change them.
 _BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
