@@ -1,7 +1,7 @@
 """How one look into a buffer is made of another by steps that a tracer understands: permute, reshape, slice, expand.
 
-In: the region in which a buffer was written whole, and one that is read of it. Out: a `ViewPath`, or None where there is no
-such way (windows that overlap, other dtypes): then the value needs bytes.
+In: the region in which a buffer was written whole, and one that is read of it. Out: a `ViewPath`, or None where there
+is no such way (windows that overlap, other dtypes): then the value needs bytes.
 """
 
 from __future__ import annotations

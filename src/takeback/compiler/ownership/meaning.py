@@ -12,7 +12,7 @@ Of the passes it knows what each may change without changing a value, and shares
     chunk_loss                  the backward of a loss treats each row by itself, so rows of the result are all of it
     reduce                      from REDUCE to WAIT a slice is on its way; after it, the average of what it was
     advance                     order matters only where one op reads or writes what the other writes
-    align                       nothing but zeros that nobody reads, which numbers must prove: what it made is what counts
+    align                       zeros that nobody reads, which numbers must prove: what it made is what counts
     chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
                                 that it replaced (replaced.py)
     fuse                        a cluster is the ops it is made of
