@@ -217,7 +217,6 @@ class PlanMaker:
             progress=self.work.tell,
             notes=seconds.notes,
         )
-        settings = replace(settings, fast=self.fast)
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
         kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
