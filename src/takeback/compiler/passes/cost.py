@@ -31,7 +31,7 @@ _TIMES = {
     "native_batch_norm_backward": 2,
 }
 _TRAINING_NORM = 4
-_HALF_CONVOLUTION = 0.6  #: of a product's rate, on an H200 with ResNet-50's sizes
+_HALF_CONVOLUTION = 0.4  #: of a product's rate, on an H200 with ResNet-50's sizes
 _WINDOWS = frozenset(("max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_indices", "avg_pool3d"))
 
 
