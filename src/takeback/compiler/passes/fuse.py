@@ -117,6 +117,7 @@ class _Grouping:
     def _outside(self, position: int, op: Op) -> None:
         for r in op.inputs:
             self._close_maker(r.buffer)
+        self._before_read(op)
         self._before_write(op.mutates, None)
         for r in op.outputs:
             self._made_at.setdefault(r.buffer, position)
@@ -125,6 +126,13 @@ class _Grouping:
         group = self._of.get(b)
         if group is not None:
             group.is_open = False
+
+    def _before_read(self, op: Op) -> None:
+        """What writes in place comes before whoever reads that now."""
+        read = {r.buffer for r in op.inputs}
+        for group in self._groups:
+            if group.is_open and group.writes & read:
+                group.is_open = False
 
     def _before_write(self, written: Iterable[BufferId], mine: OpGroup | None) -> None:
         """What reads or writes these buffers comes before whoever writes them now."""
@@ -135,9 +143,7 @@ class _Grouping:
                     group.is_open = False
 
     def _fusible(self, position: int, op: Op) -> None:
-        for group in self._groups:
-            if group.is_open and group.writes and group.writes & {r.buffer for r in op.inputs}:
-                group.is_open = False  # it reads what that one writes in place
+        self._before_read(op)
         sources: dict[int, OpGroup] = {}
         for r in op.inputs:
             maker = self._of.get(r.buffer)
@@ -196,7 +202,7 @@ class _Grouping:
         """A closed group that an op with a small result joins: all that it reads is there, as it was."""
         read = {r.buffer for r in op.inputs}
         makers = {id(g): g for g in (self._of.get(b) for b in read) if g is not None and not g.is_open}
-        if len(makers) != 1 or op.mutates:
+        if len(makers) != 1 or op.mutates or any(g.writes & read for g in self._groups):
             return None
         [group] = makers.values()
         if len(group.members) >= _MOST_OPS or self._ops[group.at].phase is not op.phase:

@@ -1,0 +1,77 @@
+"""Mode fast on programs that a hunt for wrong numbers went through: with eager's kernels in its clusters it has eager's
+bits, as long as no sum is cut into parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from step_twins import Setup, assert_right, sgd
+from torch import Tensor, nn
+
+from takeback.compiler.passes import pipeline
+from takeback.compiler.passes.chunk_head import chunk_head
+from takeback.compiler.program import Cluster
+from takeback.compiler.run import kernels
+from takeback.compiler.run.inductor import Compiled, NotCompiled
+
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "eagers_kernels")
+
+
+@pytest.fixture
+def eagers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_compiled(cluster: Cluster, device: torch.device) -> Compiled:
+        raise NotCompiled("eager's kernels were asked for")
+
+    monkeypatch.setattr(kernels, "compile_cluster", not_compiled)
+    whole = [replace(s, idle=lambda _: "off") if s.run is chunk_head else s for s in pipeline.PIPELINE]
+    monkeypatch.setitem(pipeline.run_passes.__kwdefaults__, "stages", tuple(whole))
+
+
+def rows(step: int) -> tuple[Tensor]:
+    return (torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step)),)
+
+
+def right(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], memory: str = "min") -> None:
+    def make() -> Setup:
+        model = build()
+        return Setup(model, loss, sgd(model), rows)
+
+    assert_right(make, steps=4, mode="fast", memory=memory, poison=True)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 12, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.first(x)).tanh()
+
+
+def test_product_of_statistics_reads_what_the_norm_before_it_wrote() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, Normed)
+        h = model(x)
+        off = torch.mv(model.last.weight, model.norm.running_mean)
+        return (h * 2 + off).square().sum() * 1e-2
+
+    right(Normed, loss, "keep")
+
+
+def test_sum_with_statistics_reads_what_a_later_norm_has_not_written() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        assert isinstance(model, Normed)
+        h = model.first(x)
+        before = (h * model.norm.running_mean).sum()
+        return model.last(model.norm(h)).square().sum() * 1e-2 + before
+
+    right(Normed, loss, "keep")
+
+
+def test_power_in_place_is_not_taken_for_its_namesake() -> None:
+    """`pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor."""
+    right(lambda: nn.Linear(6, 6), lambda m, x: torch.linalg.vector_norm(m(x), 3.0))
