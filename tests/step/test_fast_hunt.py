@@ -4,6 +4,8 @@ bits, as long as no sum is cut into parts.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 
 from takeback.compiler.passes import pipeline
 from takeback.compiler.passes.chunk_head import chunk_head
-from takeback.compiler.program import Cluster
+from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Region, Role
 from takeback.compiler.run import kernels
+from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.inductor import Compiled, NotCompiled
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "eagers_kernels")
 
@@ -75,3 +80,22 @@ def test_sum_with_statistics_reads_what_a_later_norm_has_not_written() -> None:
 def test_power_in_place_is_not_taken_for_its_namesake() -> None:
     """`pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor."""
     right(lambda: nn.Linear(6, 6), lambda m, x: torch.linalg.vector_norm(m(x), 3.0))
+
+
+def test_cluster_lets_go_of_its_values_without_the_garbage_collector() -> None:
+    """What a cycle kept was freed in a later replay, and taken there for a result that is released inside its op: the
+    next plan put other values onto it."""
+    a = Region(BufferId(0), torch.float32, (4,), (1,), 0)
+    b, c = replace(a, buffer=BufferId(1)), replace(a, buffer=BufferId(2))
+    ops = (Op(aten.exp.default, (a,), {}, (b,)), Op(aten.cat.default, ((b, b),), {}, (replace(c, shape=(8,)),)))
+    buffers = {r.buffer: Buffer(r.buffer, 4 * n, Role.INTERNAL) for r, n in ((a, 4), (b, 4), (c, 8))}
+    cluster = Cluster(ops, buffers, (a,), (b, ops[1].outputs[0]))
+    gc.disable()
+    try:
+        given = torch.ones(4)
+        results = eagerly(cluster)([given])
+        gone = [weakref.ref(t) for t in (given, *results)]
+        del given, results
+        assert [ref() for ref in gone] == [None, None, None]
+    finally:
+        gc.enable()

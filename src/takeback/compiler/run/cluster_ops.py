@@ -14,29 +14,17 @@ from takeback.compiler.program import Argument, BufferId, Cluster, Op, Region
 from takeback.compiler.schema import schema_of
 
 Call = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]  #: what gives the results of an op for its operands
+_Made = dict[BufferId, tuple[Region, torch.Tensor]]  #: what was made so far, and in which region
 
 
 def run_ops(cluster: Cluster, operands: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
     """The results, in whatever strides they come. Operands that the cluster writes are written."""
-    made: dict[BufferId, tuple[Region, torch.Tensor]] = {}
+    made: _Made = {}
     inputs = len(cluster.inputs)
     last = _last_reads(cluster)
-
-    def look(arg: Argument) -> Any:
-        if isinstance(arg, Region):
-            if arg.buffer < inputs:
-                return operands[arg.buffer]
-            whole, tensor = made[arg.buffer]
-            if whole.same_place(arg):
-                return tensor
-            way = path(whole, arg)
-            assert way is not None, "a value that is seen through windows has bytes"
-            return way.walk(tensor)
-        return [look(a) for a in arg] if isinstance(arg, tuple) else arg
-
     for position, op in enumerate(cluster.ops):
-        args = tuple(look(a) for a in op.args)
-        out = call(op, args, {name: look(value) for name, value in op.kwargs.items()})
+        args = tuple(_look(a, operands, made) for a in op.args)
+        out = call(op, args, {name: _look(value, operands, made) for name, value in op.kwargs.items()})
         outs = out if isinstance(out, tuple | list) else (out,)
         for region, tensor in zip(op.results, outs, strict=True):
             assert isinstance(region, Region)
@@ -46,6 +34,21 @@ def run_ops(cluster: Cluster, operands: Sequence[torch.Tensor], call: Call) -> l
             del made[b]
         del args, out, outs
     return [made[r.buffer][1] for r in cluster.results]
+
+
+# No function inside of `run_ops`: one that calls itself is a cycle, which would keep all it sees until it is collected.
+def _look(arg: Argument, operands: Sequence[torch.Tensor], made: _Made) -> Any:
+    """What an argument is: an operand, a view of a value, or itself."""
+    if isinstance(arg, Region):
+        if arg.buffer not in made:
+            return operands[arg.buffer]
+        whole, tensor = made[arg.buffer]
+        if whole.same_place(arg):
+            return tensor
+        way = path(whole, arg)
+        assert way is not None, "a value that is seen through windows has bytes"
+        return way.walk(tensor)
+    return [_look(a, operands, made) for a in arg] if isinstance(arg, tuple) else arg
 
 
 def _last_reads(cluster: Cluster) -> dict[int, list[BufferId]]:
