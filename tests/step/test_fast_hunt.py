@@ -40,12 +40,17 @@ def rows(step: int) -> tuple[Tensor]:
     return (torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + step)),)
 
 
-def right(build: Callable[[], nn.Module], loss: Callable[[nn.Module, Tensor], Tensor], memory: str = "min") -> None:
+def right(
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Tensor], Tensor],
+    memory: str = "min",
+    mode: str = "fast",
+) -> None:
     def make() -> Setup:
         model = build()
         return Setup(model, loss, sgd(model), rows)
 
-    assert_right(make, steps=4, mode="fast", memory=memory, poison=True)
+    assert_right(make, steps=4, mode=mode, memory=memory, poison=True)
 
 
 class Normed(nn.Module):
@@ -75,6 +80,27 @@ def test_sum_with_statistics_reads_what_a_later_norm_has_not_written() -> None:
         return model.last(model.norm(h)).square().sum() * 1e-2 + before
 
     right(Normed, loss, "keep")
+
+
+def test_norm_that_writes_statistics_of_the_steps_own() -> None:
+    """An instance norm repeats its statistics for each item, and a batch norm writes these."""
+    right(
+        lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3, track_running_stats=True)),
+        lambda m, x: m(x).square().mean() + m(x).exp().mean(),
+    )
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_copy_of_another_look_at_a_value_is_that_value(mode: str) -> None:
+    """A buffer is seen in one shape, that is copied, and the copy is seen in a third: once the copy is left out, the
+    third is a look at the first."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        h = model(x)
+        first = torch.empty_strided((2, 1, 4, 6), (24, 24, 6, 1)).copy_(h.view(2, 1, 4, 6))
+        return (first.squeeze(1).clone().view(8, 6) @ h.detach().t()).square().sum() * 1e-2
+
+    right(lambda: nn.Linear(6, 6), loss, "keep", mode)
 
 
 def test_power_in_place_is_not_taken_for_its_namesake() -> None:

@@ -149,8 +149,8 @@ class _Grouping:
             maker = self._of.get(r.buffer)
             if maker is None or not maker.is_open:
                 continue
-            if path(self._whole[r.buffer], r) is None:
-                maker.is_open = False
+            if r.buffer in op.mutates or path(self._whole[r.buffer], r) is None:
+                maker.is_open = False  # what is written in place, or seen through windows, has bytes
             else:
                 sources[id(maker)] = maker
         joined = self._joined([g for g in sources.values() if g.is_open], op)
