@@ -77,9 +77,24 @@ def clustered(
     )
     last = ops[-1]
     phase = Phase.FORWARD if all(op.phase is Phase.FORWARD for op in ops) else Phase.BACKWARD
-    # It asks for the bytes of its results, in an order that a first replay shows.
-    asked = tuple(Scratch(buffers[r.buffer].size_bytes, i, None, r.buffer) for i, r in enumerate(results))
-    return Op(cluster, operands, {}, results, tuple(mutated), phase, False, last.site, scratch=asked)
+    op = Op(cluster, operands, {}, results, tuple(mutated), phase, False, last.site)
+    return replace(op, scratch=results_asked(op, buffers))
+
+
+def results_asked(op: Op, buffers: Mapping[BufferId, Buffer]) -> tuple[Scratch, ...]:
+    """What a cluster asks for, whatever its kernel is: the bytes of its results, none of which it gives back. What else
+    there is, and in which order, a replay shows; it is true of that kernel alone."""
+    made = [r.buffer for r in op.outputs if r.buffer not in op.mutates]
+    return tuple(Scratch(buffers[b].size_bytes, i, None, b) for i, b in enumerate(made))
+
+
+def of_any_kernel(program: Program) -> Program:
+    """The program with what its clusters ask for as if no replay had shown it."""
+    ops = tuple(
+        replace(op, scratch=results_asked(op, program.buffers)) if isinstance(op.target, Cluster) else op
+        for op in program.ops
+    )
+    return replace(program, ops=ops)
 
 
 def expanded(op: Op, buffers: dict[BufferId, Buffer]) -> Iterator[Op]:

@@ -25,12 +25,13 @@ Aside = Callable[[], AbstractContextManager[None]]
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("_call", "_kernels", "cluster", "note", "tried")
+    __slots__ = ("_call", "_kernels", "changed_at", "cluster", "note", "tried")
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
         self.note: str | None = "it has not been compiled yet"  #: why eager's kernels run; None if others do
         self.tried = False  #: to compile it
+        self.changed_at = 0  #: the change of the step's kernels that brought this one
         self._kernels = kernels
         self._call: Call = eagerly(cluster)
 
@@ -51,6 +52,8 @@ class ClusterKernel:
             return self._call(operands)
 
         self.tried, self._call, self.note = True, first, "it has not been used yet"
+        self._kernels.changes += 1
+        self.changed_at = self._kernels.changes
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
@@ -62,6 +65,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[str, ClusterKernel] = {}
+        self.changes = 0  #: how often other kernels have taken the place of eager's
         self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 

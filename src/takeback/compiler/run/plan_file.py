@@ -19,7 +19,7 @@ from takeback.compiler.layout import Layout
 from takeback.compiler.passes.draft import Choice, Home, Rebuild
 from takeback.compiler.plan import ItemId, PlacingOrder, Solution
 from takeback.compiler.planning import Earlier
-from takeback.compiler.program import BufferId, Op, Program, Scratch
+from takeback.compiler.program import BufferId, Cluster, Op, Program, Scratch
 from takeback.compiler.run.program_key import key_of_program
 from takeback.options import Options
 
@@ -52,7 +52,7 @@ def keep_(cache: Cache, key: str, unrehearsed: Program, layout: Layout) -> None:
     scratch = {
         position: [[s.size_bytes, s.start, s.end, s.result] for s in now.scratch]
         for position, (then, now) in enumerate(zip(unrehearsed.ops, draft.program.ops, strict=True))
-        if then.scratch != now.scratch
+        if then.scratch != now.scratch and not isinstance(now.target, Cluster)  # another process has other kernels
     }
     data = {
         "rebuilds": [[each.before, each.op] for each in chosen.choice.rebuilds] if chosen is not None else [],

@@ -22,7 +22,8 @@ from takeback.compiler.capture.record_step import Capture, capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.watch import Watch
-from takeback.compiler.layout import Layout, transient_bytes
+from takeback.compiler.cluster import of_any_kernel
+from takeback.compiler.layout import Layout, lay_out, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.passes import Home
 from takeback.compiler.passes.recompute import cut_short
@@ -171,6 +172,7 @@ class PlanMaker:
             is_sibling=not searched,
             rehearsals=0 if searched else 1,
             awaits_kernels=self.fast and not searched,
+            kernels_seen=self.kernels.changes,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
             executor=self.executor(planned.layout, family.codes),
@@ -236,6 +238,18 @@ class PlanMaker:
             work.begin(Doing.KERNELS)
             self.kernels.compile_(plan.executor.program, work.tell)
         plan.awaits_kernels, plan.rehearsals = False, 0
+
+    def heed_kernels_(self, plan: Plan) -> None:
+        """Lays a plan out anew where a cluster of it has another kernel since: what the old one asked for, and when it
+        gave that back, says nothing of the new one, whose values would be put onto one another."""
+        seen, plan.kernels_seen = plan.kernels_seen, self.kernels.changes
+        if seen == plan.kernels_seen or self.home is not Home.ARENA:
+            return
+        if any(kernel.changed_at > seen for kernel in self.kernels.in_program(plan.executor.program)):
+            layout = plan.executor.layout
+            draft = replace(layout.draft, program=of_any_kernel(layout.draft.program))
+            plan.executor = self.executor(lay_out(draft, near=layout, like=layout.placed.placing), plan.family.codes)
+            plan.rehearsals = 0
 
     def remember_(self, plan: Plan) -> None:
         """For another process, once replays have shown what ops ask for. What the clock had a part in is not kept."""

@@ -68,6 +68,7 @@ class Plan:
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
     awaits_kernels: bool = False  #: its clusters run with eager's kernels until it has been used more often
+    kernels_seen: int = 0  #: the change of the step's kernels up to which its layout knows what they ask for
     replays: int = 0
     used_at: int = 0  #: the call in which it was
     right_at: int = 0  #: the replay that was last compared with eager

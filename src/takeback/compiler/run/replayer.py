@@ -42,6 +42,7 @@ class Replayer:
         plan.family.replays += 1
         if plan.awaits_kernels and plan.replays > _USES_BEFORE_KERNELS:
             self._maker.compile_kernels_(plan)
+        self._maker.heed_kernels_(plan)
         due = self._proof.is_due(proved=plan.is_proved, replays=self.count)
         if not due and (plan.unsampled is not None or not self._proof.samples(plan.family.replays)):
             return self.replay(plan, leaves, micro=micro)
