@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import takeback as tb
 from takeback.compiler.passes import pipeline
 from takeback.compiler.passes.chunk_head import chunk_head
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Region, Role
-from takeback.compiler.run import kernels
+from takeback.compiler.run import kernels, plan_file
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.inductor import Compiled, NotCompiled
 
@@ -163,3 +164,24 @@ def test_cluster_lets_go_of_its_values_without_the_garbage_collector() -> None:
         assert [ref() for ref in gone] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_plan_of_another_process_says_nothing_of_what_kernels_ask_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TAKEBACK_CACHE", str(tmp_path))
+    monkeypatch.setenv("TAKEBACK_PLANS", "1")
+    monkeypatch.setattr(plan_file, "FEWEST_OPS", 1)
+
+    def loss(m: nn.Sequential, x: Tensor) -> Tensor:
+        return m[1](m[0](x).exp().sin().cos().tanh()).square().mean()
+
+    for process in ("first", "second"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        step = tb.compile_step(model, loss, sgd(model), mode="fast", memory="min")
+        for i in range(4):
+            expected = loss(model, *rows(i)).item()
+            assert step(*rows(i)).item() == pytest.approx(expected, rel=1e-5)
+        assert step._plans[0].planned.from_earlier == (process == "second")
+        monkeypatch.setattr(kernels, "compile_cluster", lambda cluster, _: scribbling(cluster))

@@ -24,7 +24,7 @@ from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
 from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.plan import PlacingOrder, Solution
-from takeback.compiler.program import BufferId, Op, Program, Scratch
+from takeback.compiler.program import BufferId, Cluster, Op, Program, Scratch
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
@@ -159,7 +159,8 @@ def _as_earlier(
     if draft.planned_peak_bytes != earlier.peak_bytes:
         return None  # it was no choice for this program
     layout = lay_out(earlier.foreseen(draft), known=earlier.solution)
-    if layout.arena is not None and layout.arena.solution is not earlier.solution:
+    clusters = any(isinstance(op.target, Cluster) for op in draft.program.ops)  # what these ask for is not kept
+    if layout.arena is not None and layout.arena.solution is not earlier.solution and not clusters:
         return None
     if options.has_target:
         wanted, outside, kept_grads = _target(program, options)
