@@ -87,7 +87,9 @@ def test_sum_with_statistics_reads_what_a_later_norm_has_not_written() -> None:
 def test_norm_that_writes_statistics_of_the_steps_own() -> None:
     """An instance norm repeats its statistics for each item, and a batch norm writes these."""
     right(
-        lambda: nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3, track_running_stats=True)),
+        lambda: nn.Sequential(
+            nn.Linear(6, 12), nn.Unflatten(1, (3, 4)), nn.InstanceNorm1d(3, track_running_stats=True)
+        ),
         lambda m, x: m(x).square().mean() + m(x).exp().mean(),
     )
 

@@ -1,0 +1,54 @@
+"""A part of benchmarks/op_samples.py: PyTorch's own samples of operators that clusters are made of, in mode fast."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from pairwise import quick_ones
+from takeback.compiler.run import kernels
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SOME = {
+    "quick": (
+        *("add", "exp", "where", "cat", "gather", "sum", "logsumexp", "softmax", "mm", "linalg.vector_norm"),
+        *("nn.functional.layer_norm", "nn.functional.instance_norm", "nn.functional.cross_entropy"),
+    ),
+    "more": (
+        *(
+            "mul",
+            "tanh",
+            "clamp",
+            "stack",
+            "flip",
+            "roll",
+            "index_select",
+            "tril",
+            "mean",
+            "amax",
+            "var",
+            "log_softmax",
+        ),
+        *("nn.functional.batch_norm", "nn.functional.group_norm", "nn.functional.gelu", "nn.functional.embedding"),
+    ),
+}
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("some", quick_ones(SOME, ("quick",)))
+def test_samples_of_operators_are_near_eager(monkeypatch: pytest.MonkeyPatch, some: str) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples = importlib.import_module("op_samples")
+    monkeypatch.setattr(kernels, "compile_cluster", op_samples.not_compiled)
+    known = {op.name: op for op in op_samples.differentiable()}
+    rows = [
+        op_samples.outcome(known[name], number, sample, "fast", "min")
+        for name in SOME[some]
+        for number, sample in enumerate(op_samples.samples_of(known[name], 1))
+    ]
+    assert len(rows) == len(SOME[some])
+    assert [row for row in rows if row.outcome not in ("equal", "near")] == []
+    assert sum(row.outcome == "equal" for row in rows) > len(rows) // 2
