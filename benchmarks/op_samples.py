@@ -4,11 +4,11 @@
         [--json FILE]
 
 From `torch.testing._internal.common_methods_invocations.op_db`: on the CPU, in float32, the first samples of each. A
-step multiplies the sample's first tensor by a parameter, calls the op, and adds up what it gives, each number between -1
-and 1; three steps of SGD on values that change, with `poison=True`. In mode fast clusters run with eager's kernels, so
-that what is looked at is the plan. Outcomes: equal in bits, near (1e-4 of the loss and of the parameter's change),
-refused with a reason (a sample that is skipped, because nothing of it can be differentiated, is counted here), wrong,
-foreign exception.
+step multiplies the sample's first tensor by a parameter, calls the op, and adds up what it gives, each number between
+-1 and 1; three steps of SGD on values that change, with `poison=True`. In mode fast clusters run with eager's
+kernels, so that what is looked at is the plan. Outcomes: equal in bits, near (1e-4 of the loss and of the parameter's
+change), refused with a reason (a sample that is skipped, because nothing of it can be differentiated, is counted
+here), wrong, foreign exception.
 """
 
 from __future__ import annotations

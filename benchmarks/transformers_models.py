@@ -28,7 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batc
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
+FAST = Path(__file__).parent / "results" / "transformers-models-fast.json"
 SECONDS = 60.0
 OUTCOMES = ("equal", "equal, several plans", "near", "refused", "differs", "foreign exception", "timeout", "skipped")
 
@@ -70,6 +71,7 @@ class Row:
     check_ms: float = 0.0  #: comparing them, the least of ten
     parameters: int = 0
     inputs: tuple[str, ...] = field(default=())
+    memory: str = "keep"
 
 
 @dataclass(frozen=True)
@@ -393,7 +395,29 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
     for task in counts(rows):
         if names := [r.name for r in equal if r.task == task]:
             lines += [f"**{task}**: {', '.join(names)}.", ""]
+    if FAST.exists():
+        lines += fast_part(read_json(FAST))
     return "\n".join(lines).rstrip() + "\n"
+
+
+def fast_part(rows: Sequence[Row]) -> list[str]:
+    """What mode fast makes of some of them."""
+    shown = ("equal", "equal, several plans", "near", "refused", "differs", "foreign exception", "timeout")
+    lines = [
+        "## Mode fast",
+        "",
+        f"{sum(r.outcome != 'skipped' for r in rows)} of the models on the CPU, with eager's kernels in the clusters, "
+        f'{STEPS} steps of SGD: "equal" in bits, or "near": every tensor\'s change within 1e-4 of eager\'s. Made by '
+        "`benchmarks/transformers_models.py --mode fast`.",
+        "",
+        f"| memory | {' | '.join(shown)} |",
+        f"|---|{'---:|' * len(shown)}",
+    ]
+    for memory in dict.fromkeys(r.memory for r in rows):
+        found = totals([r for r in rows if r.memory == memory])
+        lines.append(f"| {memory} | {' | '.join(str(found[o]) for o in shown)} |")
+    late = [r.name for r in rows if r.outcome == "timeout"]
+    return [*lines, "", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}.", ""]
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
@@ -450,7 +474,7 @@ def main() -> None:
     rows: list[Row] = []
     start = time.perf_counter()
     for i, architecture in enumerate(chosen):
-        row = examine(architecture, how) if arguments.here else alone(architecture, how)
+        row = replace(examine(architecture, how) if arguments.here else alone(architecture, how), memory=how.memory)
         rows.append(row)
         known[row.name] = row
         took = time.perf_counter() - start
