@@ -237,7 +237,7 @@ class CompiledStep:
             unplanned=self.counts.describe(),
             step_s=plan.step_s,
             added_s=plan.added_s,
-            notes=(*plan.notes, *self._update_notes(plan)),
+            notes=(*plan.notes, *plan.executor.kernels.notes(plan.executor.program), *self._update_notes(plan)),
             state_bytes=self._state_bytes(plan),
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,

@@ -76,7 +76,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: nobody asks whether the program still means what was recorded",
         "compiler/passes/pipeline.py",
-        "    check_meaning(program, draft.program, kept, draft.kept, draft.replaced)\n",
+        "    check_meaning(meant, draft.program, still, draft.kept, draft.replaced)\n",
         "",
         ("tests/ownership/test_meaning.py::test_pass_that_changes_the_meaning_is_found_after_the_last_one",),
     ),

@@ -109,6 +109,7 @@ def settings_for(
     }
     return PassSettings(
         home=home,
+        fast=options.is_fast(program.device_type),
         early=options.update == "early",
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),

@@ -87,7 +87,8 @@ def _in_place(
             continue
         made = {r.buffer for op in run for r in op.outputs}
         leaving = {b for b in made if b in named or readers.get(b, set()) - {number}}
-        ops.append(clustered(run, program.buffers, leaving.__contains__))
+        if leaving or any(op.mutates for op in run):  # else nobody asks for anything of it
+            ops.append(clustered(run, program.buffers, leaving.__contains__))
     return replace(program, ops=tuple(ops))
 
 
@@ -115,6 +116,7 @@ class _Grouping:
         self.found = self._groups
 
     def _outside(self, position: int, op: Op) -> None:
+        self._after_writes(op)
         for r in op.inputs:
             self._close_maker(r.buffer)
         self._before_write(op.mutates, None)
@@ -126,6 +128,13 @@ class _Grouping:
         if group is not None:
             group.is_open = False
 
+    def _after_writes(self, op: Op) -> None:
+        """What writes in place what an op reads comes before it."""
+        read = {r.buffer for r in op.inputs}
+        for group in self._groups:
+            if group.is_open and group.writes & read:
+                group.is_open = False
+
     def _before_write(self, written: Iterable[BufferId], mine: OpGroup | None) -> None:
         """What reads or writes these buffers comes before whoever writes them now."""
         written = set(written)
@@ -135,9 +144,7 @@ class _Grouping:
                     group.is_open = False
 
     def _fusible(self, position: int, op: Op) -> None:
-        for group in self._groups:
-            if group.is_open and group.writes and group.writes & {r.buffer for r in op.inputs}:
-                group.is_open = False  # it reads what that one writes in place
+        self._after_writes(op)
         sources: dict[int, OpGroup] = {}
         for r in op.inputs:
             maker = self._of.get(r.buffer)
@@ -203,6 +210,8 @@ class _Grouping:
             return None
         taken, given = max((_bytes(r) for r in op.inputs), default=0), sum(_bytes(r) for r in op.outputs)
         if given * _SMALL > taken:
+            return None
+        if any(other.writes & read for other in self._groups):
             return None
         for r in op.inputs:
             b = r.buffer

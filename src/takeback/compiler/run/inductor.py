@@ -40,10 +40,16 @@ class NotCompiled(Exception):
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
     try:
-        return _compile(cluster, device)
+        # The step may be called under autocast, whose casts are ops of the cluster: they are not to be made again.
+        with torch.autocast(device.type, enabled=False):
+            return _compile(cluster, device)
     except Exception as error:  # whatever it is, eager's kernels do the same
-        said = str(error).strip().splitlines()
-        raise NotCompiled(f"{type(error).__name__}: {said[0] if said else 'no message'}") from error
+        raise NotCompiled(in_a_line(error)) from error
+
+
+def in_a_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else 'no message'}"
 
 
 def _compile(cluster: Cluster, device: torch.device) -> Compiled:

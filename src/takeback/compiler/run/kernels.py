@@ -7,7 +7,7 @@ turns out not to be right.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,11 +15,13 @@ import torch
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
-from takeback.compiler.run.inductor import NotCompiled, compile_cluster, straight
+from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
+
+_WAITS = "it has not been used yet"
 
 
 class ClusterKernel:
@@ -41,13 +43,17 @@ class ClusterKernel:
         """From now on this one runs, if it is right where it is used first."""
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            fitting = compiled
             with self._kernels.aside():
-                fitting = shaped(self.cluster, compiled, operands)
-                wrong = what_is_wrong(self.cluster, fitting, operands)
+                try:
+                    fitting = shaped(self.cluster, compiled, operands)
+                    wrong = what_is_wrong(self.cluster, fitting, operands)
+                except Exception as error:  # a kernel that does not start, a comparison that finds no room
+                    wrong = f"it failed where it was compared ({in_a_line(error)})"
             self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
-        self.tried, self._call, self.note = True, first, "it has not been used yet"
+        self.tried, self._call, self.note = True, first, _WAITS
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
@@ -76,6 +82,16 @@ class Kernels:
                 kernel.use_(compile_cluster(kernel.cluster, self._device))
             except NotCompiled as error:
                 kernel.refuse_(f"it could not be compiled ({error})")
+
+    def notes(self, program: Program) -> Iterator[str]:
+        """For which clusters of a program eager's kernels run, and why: those of one reason in one sentence."""
+        why: dict[str, list[str]] = {}
+        for kernel in self.in_program(program):
+            if kernel.note is not None and kernel.note != _WAITS:
+                why.setdefault(kernel.note, []).append(str(kernel.cluster))
+        for reason, names in why.items():
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            yield f"eager's kernels run for {names[0]}{others}: {reason}"
 
     def in_program(self, program: Program) -> list[ClusterKernel]:
         """The distinct kernels of a program, in order."""

@@ -157,7 +157,7 @@ class PlanMaker:
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
-        if searched:  # for other shapes once they have come up often enough
+        if searched and self.fast:  # for other shapes once they have come up often enough
             self.work.begin(Doing.KERNELS)
             self.kernels.compile_(planned.layout.program, self.work.tell)
         self.work.begin(Doing.WRITING)
@@ -217,7 +217,6 @@ class PlanMaker:
             progress=self.work.tell,
             notes=seconds.notes,
         )
-        settings = replace(settings, fast=self.fast)
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
         kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
