@@ -26,9 +26,10 @@ os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest
 # A test must not depend on those that ran before it; tests/run/test_plan_file.py asks for plans that are kept.
 os.environ.setdefault("TAKEBACK_PLANS", "0")
 
-from takeback.compiler.passes import recompute
+from takeback.compiler.passes import pipeline, recompute
 from takeback.compiler.passes.cost import Rates
-from takeback.compiler.run import allocator, calibrate
+from takeback.compiler.run import allocator, calibrate, kernels
+from takeback.compiler.run.inductor import NotCompiled
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
 from takeback.options import open_cache
 
@@ -131,3 +132,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def eagers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mode "fast" without a compiler: every cluster runs with eager's kernels, and gives eager's bits."""
+
+    def missing(cluster: object, device: object) -> None:
+        raise NotCompiled("there is no compiler here")
+
+    monkeypatch.setattr(kernels, "compile_cluster", missing)
+
+
+@pytest.fixture
+def whole_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mode "fast" without the pass that adds rows up in another order, so that eager's kernels have eager's bits."""
+    stages = tuple(stage for stage in pipeline.PIPELINE if stage.name != "chunk_head")
+    monkeypatch.setitem(pipeline.run_passes.__kwdefaults__, "stages", stages)
