@@ -251,7 +251,7 @@ def test_group_that_is_not_closed_by_a_product_is_found(monkeypatch: pytest.Monk
         fused(program)
 
 
-# -- keys ---------------------------------------------------------------------------------------------------------------
+# -- keys --------------------------------------------------------------------------------------------------------------
 
 
 def test_equal_clusters_have_one_key_and_others_have_others() -> None:

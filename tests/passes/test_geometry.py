@@ -12,7 +12,7 @@ from torch import Tensor
 from takeback.compiler.geometry import path
 from takeback.compiler.program import BufferId, Region
 
-ANY = settings(max_examples=150, deadline=None, derandomize=True)
+ANY = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def region_of(tensor: Tensor) -> Region:

@@ -53,6 +53,8 @@ def _functional(op: Op, buffers: dict[BufferId, Buffer]) -> OpOverload | None:
     found = getattr(getattr(torch.ops.aten, name[:-1], None), schema_of(target).overload, None)
     if found is None or torch.Tag.pointwise not in found.tags or torch.Tag.nondeterministic_seeded in found.tags:
         return None
+    if schema_of(found).signature != schema_of(target).signature:
+        return None  # pow_.Scalar has a number for an exponent, pow.Scalar one for a base
     # An in-place op keeps the dtype of its operand, a functional one may promote.
     if any(isinstance(a, Region) and a.dtype != onto.dtype for a in op.args[1:]):
         return None

@@ -1,9 +1,9 @@
 """Compares a generated kernel with double precision on the operands of its first use, and says whether it may be used.
 
 It may be no further off than twice what eager's kernels are, and a few units in the last place: as a whole, by the
-norm, and in each place, by the largest number. Whole numbers and truth values may differ where eager's do, and in one of a
-thousand places: what is near a boundary falls on either side. Results have bytes of their own, in the strides that were
-recorded, and no operand changes but those that the cluster writes.
+norm, and in each place, by the largest number. Whole numbers and truth values may differ where eager's do, and in one
+of a thousand places: what is near a boundary falls on either side. Results have bytes of their own, in the strides that
+were recorded, and no operand changes but those that the cluster writes.
 """
 
 from __future__ import annotations

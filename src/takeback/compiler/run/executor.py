@@ -7,6 +7,7 @@ step does not get that far.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -109,6 +110,10 @@ class Executor:
     def _prepare_(self, *, log: bool) -> None:
         raise NotImplementedError
 
+    def _aside(self) -> contextlib.AbstractContextManager[None]:
+        """What is allocated in here is nothing that the step asks for."""
+        raise NotImplementedError
+
     def _enter_(self, *, log: bool) -> None:
         """Called when the step begins."""
 
@@ -148,6 +153,8 @@ class Executor:
         mode = torch.is_grad_enabled()
         with Transaction() as step:
             self._save_(step, batch)
+            step.at_end(self.kernels.rest_)  # they outlive this executor
+            self.kernels.aside = self._aside
             step.at_end(self._leave_)
             self._enter_(log=log)
             step.compute()

@@ -41,7 +41,8 @@ def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
     try:
         # The step may be called under autocast, whose casts are ops of the cluster: they are not to be made again.
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own affairs: where they are errors nothing would compile
             return _compile(cluster, device)
     except Exception as error:  # whatever it is, eager's kernels do the same
         raise NotCompiled(in_a_line(error)) from error
@@ -65,8 +66,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
         return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
 
     mode = FakeTensorMode()
-    with warnings.catch_warnings(), mode, torch.no_grad():
-        warnings.simplefilter("ignore")
+    with mode, torch.no_grad():
         operands = [_fake(region, device) for region in cluster.inputs]
         graph = make_fx(compute, decomposition_table=select_decomp_table())(*operands)
     # Without this Inductor takes the strides of a result for its own affair.
@@ -74,8 +74,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
     known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
-    with warnings.catch_warnings(), V.set_fake_mode(mode), config.patch(known), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with V.set_fake_mode(mode), config.patch(known), torch.no_grad():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 

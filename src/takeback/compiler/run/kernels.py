@@ -68,6 +68,10 @@ class Kernels:
         self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 
+    def rest_(self) -> None:
+        """No executor runs."""
+        self.aside = contextlib.nullcontext
+
     def of(self, cluster: Cluster) -> ClusterKernel:
         if cluster.key not in self._known:
             self._known[cluster.key] = ClusterKernel(cluster, self)
