@@ -1020,13 +1020,6 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/passes/test_fuse.py::test_statistics_that_the_step_made_itself_stay_out",),
     ),
     PlantedFault(
-        "passes: in fuse, an op that draws random numbers is part of a cluster, and is made again",
-        "compiler/passes/fusible.py",
-        '    if torch.Tag.nondeterministic_seeded in target.tags:\n        return "it draws random numbers, which stay eager\'s"\n',
-        "",
-        ("tests/passes/test_thin.py::test_random_numbers_are_never_drawn_again",),
-    ),
-    PlantedFault(
         "passes: in thin, what is written in between is read all the same",
         "compiler/passes/thin.py",
         "if any(position <= w <= last for b in touched for w in written.get(b, ())):",
@@ -1111,7 +1104,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/run/kernels.py",
         "        self.aside = contextlib.nullcontext\n\n    def of",
         "        pass\n\n    def of",
-        ("tests/step/test_fast.py::test_plans_that_are_dropped_leave_nothing_behind",),
+        ("tests/step/test_fast.py::test_step_that_is_over_leaves_its_executor_to_nobody",),
     ),
     PlantedFault(
         "passes: geometry of a cluster's operands does not say how well they are aligned",

@@ -19,7 +19,8 @@ from takeback.compiler.run.cluster_ops import in_double, plainly, run_ops, wide
 from takeback.compiler.run.proof import Bits, same
 
 TIMES = 2.0  #: eager's own distance from double precision
-UNITS = 4.0  #: in the last place, of the norm
+UNITS = 16.0  #: in the last place, of the norm: what a long sum loses in another order, added up in single precision
+UNITS_OF_HALVES = 4.0  #: of half precision, whose sums are in single
 STRAYS = 1e-3  #: of whole numbers that may differ
 
 
@@ -132,8 +133,9 @@ def _distance(ours: torch.Tensor, eager: torch.Tensor, truth: torch.Tensor) -> s
     zero = torch.zeros((), dtype=torch.float64, device=truth.device)
     truth = truth.where(finite, zero)
     ours_wide, eager_wide = ours_wide.where(finite, zero) - truth, eager_wide.where(finite, zero) - truth
+    units = UNITS_OF_HALVES if ours.element_size() == 2 else UNITS
     for name, order in (("norm", 2), ("largest", math.inf)):
         mine, theirs, all_of_it = (float(torch.linalg.vector_norm(t, order)) for t in (ours_wide, eager_wide, truth))
-        if mine > TIMES * theirs + UNITS * torch.finfo(ours.dtype).eps * all_of_it:
+        if mine > TIMES * theirs + units * torch.finfo(ours.dtype).eps * all_of_it:
             return f"is {mine:.3g} from double precision, eager's kernels {theirs:.3g} ({name} {all_of_it:.3g})"
     return None
