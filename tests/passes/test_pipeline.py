@@ -126,11 +126,12 @@ def digest(draft: Draft) -> tuple[object, ...]:
     return str(draft.program), draft.placements, layout.alive_bytes, arena and (arena.offsets, arena.size_bytes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "align"])  # of half precision: test_align.py
 def test_leaving_a_pass_out_changes_a_plan(program: Program, name: str) -> None:
     settings = {
         "reduce": PassSettings(sharing=sharing(program)),
         "advance": PassSettings(early=True),
+        "chunk_head": PassSettings(fast=True),
         "fuse": PassSettings(fast=True),
         "recompute": PassSettings(goal=Lowest(), chooser=Chooser(by_numel, 60.0)),
     }.get(name, PassSettings())
