@@ -130,9 +130,15 @@ def memory_of(step: Callable[[], object]) -> Memory | None:
 
 
 def compare(
-    eager: Case, ours: Case, rounds: int, *, memory: str = "auto", progress: Callable[[str], None] | None = None
+    eager: Case,
+    ours: Case,
+    rounds: int,
+    *,
+    mode: str = "auto",
+    memory: str = "auto",
+    progress: Callable[[str], None] | None = None,
 ) -> SideBySide:
-    """Steady steps of two equal cases: one in eager, one compiled with `memory`."""
+    """Steady steps of two equal cases: one in eager, one compiled with `mode` and `memory`."""
     say = progress or (lambda text: None)
 
     def in_eager() -> None:
@@ -141,7 +147,7 @@ def compare(
     say("eager alone")
     faults = faults_alone(in_eager, min(rounds, FAULT_ROUNDS))
     say("recording, and choosing what to rebuild")
-    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, memory=memory)
+    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, mode=mode, memory=memory)
     for _ in range(REHEARSALS):
         step(*ours.batch)
     say(f"timing {rounds} steps of each in turns")

@@ -24,7 +24,7 @@ from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
 from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.plan import PlacingOrder, Solution
-from takeback.compiler.program import BufferId, Op, Program, Scratch
+from takeback.compiler.program import BufferId, Cluster, Op, Program, Scratch
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
@@ -82,6 +82,9 @@ class Planned:
     @functools.cached_property
     def step_s(self) -> float:
         """Predicted, without rebuilding."""
+        planned = self.layout.program.ops
+        if any(isinstance(op.target, Cluster) for op in planned):  # what runs is not, op by op, what was recorded
+            return sum(map(self.seconds, planned)) - self.added_s
         return sum(map(self.seconds, self.program.ops))
 
     @functools.cached_property
@@ -109,6 +112,7 @@ def settings_for(
     }
     return PassSettings(
         home=home,
+        fast=options.is_fast(program.device_type),
         early=options.update == "early",
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from takeback.compiler.explain.frontier_html import curve_of, lead_of
+from takeback.compiler.explain.kernels_html import kernels_lead, kernels_of
 from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.page import (
     BOTTOM,
@@ -65,6 +66,7 @@ def as_html(report: Report) -> str:
         section("Bytes alive above resident", _curves(report), ""),
         section("The arena", _arena(report), _legend(report)),
         section("Plans", _plans(report), f"<p>Seconds that making each took. {text_of(once(report))}</p>"),
+        section("Kernels", kernels_of(report), kernels_lead(report)),
         section("Fates", _fates(report), ""),
         section(
             "Largest values at the peak",

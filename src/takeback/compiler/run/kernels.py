@@ -21,6 +21,8 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
 
+NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
+
 
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
@@ -29,7 +31,7 @@ class ClusterKernel:
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
-        self.note: str | None = "it has not been compiled yet"  #: why eager's kernels run; None if others do
+        self.note: str | None = NOT_COMPILED_YET  #: why eager's kernels run; None if others do
         self.tried = False  #: to compile it
         self._kernels = kernels
         self._call: Call = eagerly(cluster)
@@ -47,7 +49,12 @@ class ClusterKernel:
             self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
-        self.tried, self._call, self.note = True, first, "it has not been used yet"
+        self.tried, self._call, self.note = True, first, NOT_USED_YET
+
+    @property
+    def waits(self) -> bool:
+        """Whether eager's kernels run for now only."""
+        return self.note in (NOT_COMPILED_YET, NOT_USED_YET)
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why

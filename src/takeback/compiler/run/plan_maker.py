@@ -76,7 +76,6 @@ class PlanMaker:
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
         self.kernels = Kernels(self.device)
-        self.fast = options.is_fast(self.device.type)
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
@@ -217,7 +216,6 @@ class PlanMaker:
             progress=self.work.tell,
             notes=seconds.notes,
         )
-        settings = replace(settings, fast=self.fast)
         if finished.adds is not None:  # each gradient is added as soon as it is complete
             settings = replace(settings, early=True)
         kept_file = sibling is None and sharing is None and finished.adds is None and options is self.options
