@@ -149,7 +149,10 @@ def explain(
     target: TargetArgument,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to run first.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many steps to run first: 3 are enough, and 5 where kernels are generated."),
+    ] = None,
     memory: MemoryOption = None,
     mode: ModeOption = None,
     fail_over: Annotated[
@@ -249,12 +252,13 @@ def _show_passes(target: str, memory: str, mode: str, solve_s: float, *, whole: 
             typer.echo(line)
 
 
-def _report(target: str, steps: int, memory: str, mode: str, solve_s: float, *, tips: bool) -> Report:
+def _report(target: str, steps: int | None, memory: str, mode: str, solve_s: float, *, tips: bool) -> Report:
     subject = load_case(target)
     with _telling(f"recording {target}, and choosing what to rebuild") as tell:
         step = takeback.compile_step(
             subject.model, subject.loss_fn, subject.optimizer, mode=mode, memory=memory, solve_s=solve_s
         )
+        steps = steps or (comparison.REHEARSALS if step.mode == "exact" else comparison.REHEARSALS_FAST)
         for i in range(steps):
             step(*subject.batch)
             tell(f"{target}: step {i + 1} of {steps}")

@@ -298,7 +298,7 @@ def _allocations(report: Report) -> str:
     if not report.placed:
         return "and those inside ops, not counted"
     if measured is None:
-        return "predicted: nothing was replayed yet"
+        return "predicted: " + ("no steady replay yet" if report.kernels else "nothing was replayed yet")
     outside = measured.misses + measured.passed + measured.worker_new
     return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
 

@@ -55,7 +55,7 @@ class Executor:
             undo_bytes=undo_bytes(self.program),
             kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
             group=group,
-            counters=self.counters if measured else None,
+            counters=self.counters if measured and not self.kernels.compared else None,
         )
 
     @property
@@ -150,6 +150,7 @@ class Executor:
             self._save_(step, batch)
             step.at_end(self._leave_)
             self._enter_(log=log)
+            self.kernels.compared = False
             step.compute()
             self._compute_(batch)
             if inspect is not None:

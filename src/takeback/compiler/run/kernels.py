@@ -43,6 +43,7 @@ class ClusterKernel:
         """From now on this one runs, if it is right where it is used first."""
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            self._kernels.compared = True
             with self._kernels.aside():
                 fitting = shaped(self.cluster, compiled, operands)
                 wrong = what_is_wrong(self.cluster, fitting, operands)
@@ -66,6 +67,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[str, ClusterKernel] = {}
+        self.compared = False  #: one was used for the first time in this replay, and compared: that takes memory
         self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 

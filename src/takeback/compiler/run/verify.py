@@ -248,8 +248,8 @@ def prove_recording(
         raise CaptureError(
             f"the step gives other results each time it runs, by more than rounding explains: "
             f"{', '.join(different[:3])}. Nothing has been changed. A step whose results depend on more than its "
-            f"inputs (Python state, a clock, random numbers that are not torch's) cannot be replayed: pass it what it reads, "
-            f"as arguments."
+            f"inputs (Python state, a clock, random numbers that are not torch's) cannot be replayed: pass it what it "
+            f"reads, as arguments."
         )
     if different:
         first = keep(measure, plain)
