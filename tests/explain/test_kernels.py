@@ -216,6 +216,8 @@ Ops that keep eager's kernels, with the bytes that they make:
         in text
     )
     assert "fuse" not in text.split("-- Refusals")[1]
+    assert "record choose  place compile  write  prove replays proved" in text
+    assert "compile" not in str(fixed_report())
 
 
 def test_text_of_a_real_report_fits_80_columns(generated: Report, uncompiled: Report) -> None:
@@ -238,7 +240,7 @@ def test_page_has_each_kernel_its_ops_and_what_stayed_out() -> None:
     assert section.count("<td>mul.Tensor</td>") == 48, "a kernel of many ops does not fill the page"
     assert "and 12 ops more" in section
     assert "eager&#x27;s kernels: it could not be compiled (Error: no compiler)" in section
-    assert "<td class=right>5.00 MiB</td><td>it computes more than it moves</td>" in section
+    assert "<td class=right>5.00 MiB</td><td>it computes more than it moves (largest: mm)</td>" in section
 
 
 def test_data_and_pickle_hold_it(generated: Report) -> None:

@@ -29,7 +29,6 @@ from takeback.compiler.explain.peak_html import bar_of, tips_lead, tips_of
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import (
     MEANING,
-    PLAN_COLUMNS,
     ByReason,
     added_time,
     arena_row,
@@ -39,6 +38,7 @@ from takeback.compiler.explain.text import (
     headline,
     once,
     peak_position,
+    plan_columns,
     plan_rows,
     refusal_groups,
     short_line,
@@ -202,8 +202,8 @@ def _steps(levels: Sequence[int], axes: Axes) -> str:
 
 
 def _plans(report: Report) -> str:
-    rows = plan_rows(report)[:MOST_ROWS]
-    return table(PLAN_COLUMNS, rows, frozenset(range(1, len(PLAN_COLUMNS) - 1))) if rows else ""
+    rows, columns = plan_rows(report)[:MOST_ROWS], plan_columns(report)
+    return table(columns, rows, frozenset(range(1, len(columns) - 1))) if rows else ""
 
 
 def _fates(report: Report) -> str:

@@ -54,5 +54,6 @@ def _left_out(report: Report) -> str:
     groups = left_out_groups(report)[:MOST_GROUPS]
     if not groups:
         return ""
-    rows = [(f"{g.count:,}", show_bytes(g.size_bytes), g.reason, g.example) for g in groups]
-    return "<h3>Ops that keep eager's kernels</h3>" + table(("ops", "bytes", "why", "largest"), rows, frozenset({0, 1}))
+    rows = [(f"{g.count:,}", show_bytes(g.size_bytes), f"{g.reason} (largest: {g.example})") for g in groups]
+    shown = table(("ops", "bytes", "why"), rows, frozenset({0, 1}))
+    return f"<h3>Ops that keep eager's kernels</h3><div class=left>{shown}</div>"

@@ -188,7 +188,8 @@ input{font:inherit;color:inherit;background:var(--page);border:1px solid var(--l
 width:min(100%,340px);margin-bottom:10px}
 summary{cursor:pointer;padding:5px 0;overflow-wrap:anywhere}summary .sub{display:block;margin-left:16px}
 details{border-bottom:1px solid var(--line)}details table{margin:2px 0 10px 16px;width:calc(100% - 16px)}
-details td{overflow-wrap:anywhere}details td:first-child{white-space:normal}h3{font-size:14px;margin:16px 0 4px}
+details td,.left td{overflow-wrap:anywhere}details td:first-child{white-space:normal}
+h3{font-size:14px;margin:16px 0 4px}
 svg:focus-visible,input:focus-visible,summary:focus-visible{outline:2px solid var(--ours)}
 .bar{display:flex;height:34px;border-radius:6px;overflow:hidden;margin:4px 0 14px;gap:1px}
 .bar span{min-width:2px}.swatch{display:inline-block;width:12px;height:12px;border-radius:3px;vertical-align:-1px}

@@ -167,15 +167,19 @@ def fates(report: Report) -> list[tuple[Fate, int, int]]:
     return rows
 
 
-PLAN_COLUMNS = ("for", "peak", "record", "choose", "place", "write", "prove", "replays", "proved")
+def plan_columns(report: Report) -> tuple[str, ...]:
+    """What `plan_rows` has; "compile" where kernels were generated."""
+    generates = ("compile",) if report.kernels else ()
+    return ("for", "peak", "record", "choose", "place", *generates, "write", "prove", "replays", "proved")
 
 
 def plan_rows(report: Report) -> list[tuple[str, ...]]:
-    """As `PLAN_COLUMNS`; seconds without their unit."""
+    """As `plan_columns`; seconds without their unit."""
     rows = []
     for plan in report.plans:
         spent = plan.spent
-        stages = (spent.recording_s, spent.choosing_s, spent.placing_s, spent.writing_s, spent.proving_s)
+        compiling = (spent.kernels_s,) if report.kernels else ()
+        stages = (spent.recording_s, spent.choosing_s, spent.placing_s, *compiling, spent.writing_s, spent.proving_s)
         seconds = (show_seconds(s) for s in stages)
         rows.append((plan.made_for, show_bytes(plan.peak_bytes), *seconds, f"{plan.replays:,}", plan.proved))
     return rows
@@ -358,8 +362,10 @@ def _plans(report: Report) -> list[str]:
     if not report.plans:
         return []
     lines = [heading("Plans, and the seconds that making each took")]
-    rows = [(short_batch(made_for, 19), *rest) for made_for, *rest in plan_rows(report)]
-    lines += _table([PLAN_COLUMNS, *rows], (19, 10, 6, 6, 6, 6, 6, 7, 6))
+    compiling = (7,) if report.kernels else ()
+    first = 19 - sum(width + 1 for width in compiling)
+    rows = [(short_batch(made_for, first), *rest) for made_for, *rest in plan_rows(report)]
+    lines += _table([plan_columns(report), *rows], (first, 10, 6, 6, 6, *compiling, 6, 6, 7, 6))
     return lines + wrapped(once(report), "", "") if once(report) else lines
 
 
