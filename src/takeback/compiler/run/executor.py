@@ -102,6 +102,9 @@ class Executor:
     def release_(self) -> None:
         """The caller has taken what he wants of the last step."""
 
+    def settle_(self) -> None:
+        """Called when a comparison is over: what it needed besides is given back."""
+
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
         raise NotImplementedError

@@ -37,7 +37,10 @@ class ClusterKernel:
         self._call: Call = eagerly(cluster)
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._call(operands) if not self._kernels.plain else eagerly(self.cluster)(operands)
+        if not self._kernels.plain:
+            return self._call(operands)
+        with self._kernels.aside():  # it asks for other bytes than the plan expects of it
+            return eagerly(self.cluster)(operands)
 
     def use_(self, compiled: Call) -> None:
         """From now on this one runs, if it is right where it is used first."""
