@@ -17,7 +17,7 @@ from takeback.compiler.passes.siblings import are_siblings
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.plans import Plan
-from takeback.compiler.run.proof import Bits, Measure
+from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.snapshot import Snapshot
@@ -117,11 +117,8 @@ class RecordedStep:
         if sibling is not None and got.program.device_type == "cpu" and not grouped:
             return got
         self.work.begin(Doing.PROVING)
-        how = () if isinstance(self.measure, Bits) else (self.measure,)  # bits are the stricter proof
-        more = map(
-            repr, (self.recipe.clip_norm, self.scaling is not None, self.subject.accumulate, watched is None, *how)
-        )
-        key = self.proofs.key_of(got.program, *more) if not grouped else None
+        how = (self.measure, self.recipe.clip_norm, self.scaling is not None, self.subject.accumulate, watched is None)
+        key = self.proofs.key_of(got.program, *map(repr, how)) if not grouped else None
         if key in self.proofs:
             got = replace(got, notes=(*got.notes, _PROVED_EARLIER))
         else:
