@@ -84,6 +84,10 @@ class Options:
         """Whether a step on such a device runs on generated kernels."""
         return self.mode == "fast" or (self.mode == "auto" and device_type == "cuda")
 
+    def mode_on(self, device_type: str) -> str:
+        """In which mode a step on such a device runs, "auto" resolved."""
+        return "fast" if self.is_fast(device_type) else "exact"
+
     @property
     def has_target(self) -> bool:
         """True if `memory` names a peak that may be out of reach."""

@@ -7,7 +7,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from takeback.compiler.program import Argument, Buffer, BufferId, Cluster, Op, Phase, Program, Region, Role, map_regions
+from takeback.compiler.program import (
+    Argument,
+    Buffer,
+    BufferId,
+    Cluster,
+    Op,
+    Phase,
+    Program,
+    Region,
+    Role,
+    Scratch,
+    map_regions,
+)
 
 ALIGNMENT_BYTES = 16  #: generated kernels read this many bytes at once where an operand begins at a multiple of it
 
@@ -65,7 +77,9 @@ def clustered(
     )
     last = ops[-1]
     phase = Phase.FORWARD if all(op.phase is Phase.FORWARD for op in ops) else Phase.BACKWARD
-    return Op(cluster, operands, {}, results, tuple(mutated), phase, False, last.site)
+    # It asks for the bytes of its results, in an order that a first replay shows.
+    asked = tuple(Scratch(buffers[r.buffer].size_bytes, i, None, r.buffer) for i, r in enumerate(results))
+    return Op(cluster, operands, {}, results, tuple(mutated), phase, False, last.site, scratch=asked)
 
 
 def expanded(op: Op, buffers: dict[BufferId, Buffer]) -> Iterator[Op]:

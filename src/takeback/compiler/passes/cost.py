@@ -31,7 +31,7 @@ _TIMES = {
     "native_batch_norm_backward": 2,
 }
 _TRAINING_NORM = 4
-_HALF_CONVOLUTION = 0.6  #: of a product's rate, on an H200 with ResNet-50's sizes
+_HALF_CONVOLUTION = 0.4  #: of a product's rate, on an H200 with ResNet-50's sizes
 _WINDOWS = frozenset(("max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_indices", "avg_pool3d"))
 
 
@@ -71,15 +71,21 @@ def seconds(op: Op, rates: Rates) -> float:
         time = max(time, outputs[0].numel * math.prod(_window(op.args[1])) / rates.maths_per_s)
     flops = operations(op)
     if flops:
-        rate = rates.product(outputs[0].dtype if outputs else torch.float32)
+        rate = rates.product(_factors(op))
         if name.startswith("convolution"):
             # Measured in single precision, where a convolution may take shortcuts that products may not.
-            half = bool(outputs) and outputs[0].dtype.itemsize < 4
+            half = _factors(op).itemsize < 4
             rate *= min(rates.convolution, _HALF_CONVOLUTION) if half else rates.convolution
         elif name.startswith("_scaled_dot_product"):
             rate *= rates.attention
         time = max(time, flops / rate)
     return rates.op_s + time
+
+
+def _factors(op: Op) -> torch.dtype:
+    """The narrowest floating-point type that an op reads: a product of narrow factors may have a wide result."""
+    read = [r.dtype for r in op.inputs if r.dtype.is_floating_point]
+    return min(read, key=lambda dtype: dtype.itemsize, default=torch.float32)
 
 
 def _window(arg: Argument) -> tuple[int, ...]:
@@ -96,9 +102,9 @@ def operations(op: Op) -> int:
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
-    args = [a.shape if isinstance(a, Region) else a for a in op.args]
+    args = [a.shape if isinstance(a, Region) else a for a in op.args if not isinstance(a, torch.dtype)]
     results = tuple(r.shape if isinstance(r, Region) else r for r in op.results)
-    kwargs = {k: v.shape if isinstance(v, Region) else v for k, v in op.kwargs.items()}
+    kwargs = {k: v.shape if isinstance(v, Region) else v for k, v in op.kwargs.items() if k != "out"}
     return int(formula(*args, **kwargs, out_val=results if len(results) > 1 else results[0]))
 
 

@@ -24,6 +24,7 @@ from takeback.compiler.passes.thin import BackwardGroup, made_again
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 _MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
+_SOON = 8  #: ops; over fewer nothing is gained by not waiting
 _SMALL = 8  #: a result that is so many times smaller than what it is made of lives longer at no price
 
 
@@ -154,7 +155,7 @@ class _Grouping:
                 maker.is_open = False
             else:
                 sources[id(maker)] = maker
-        joined = self._joined([g for g in sources.values() if g.is_open], op)
+        joined = self._joined([g for g in sources.values() if g.is_open], position, op)
         if joined is None:
             joined = self._late(op)
         if joined is None:
@@ -167,12 +168,12 @@ class _Grouping:
                 self._of[r.buffer], self._whole[r.buffer] = joined, r
                 self._made_at[r.buffer] = position
 
-    def _joined(self, sources: list[OpGroup], op: Op) -> OpGroup | None:
+    def _joined(self, sources: list[OpGroup], position: int, op: Op) -> OpGroup | None:
         """The open groups that make an op's operands, as one; those that would make it too large are left."""
         fitting: list[OpGroup] = []
         total = 1
         for group in sorted(sources, key=lambda g: -g.at):
-            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, op):
+            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, position, op):
                 fitting.append(group)
                 total += len(group.members)
             else:
@@ -190,9 +191,11 @@ class _Grouping:
             self._groups.remove(other)
         return first
 
-    def _over_the_turn(self, group: OpGroup, op: Op) -> bool:
-        """Whether a group of the forward would wait for the backward with more bytes than it makes."""
+    def _over_the_turn(self, group: OpGroup, position: int, op: Op) -> bool:
+        """Whether a group of the forward would wait long for the backward, with more bytes than it makes."""
         if op.phase is Phase.FORWARD or self._ops[group.at].phase is not Phase.FORWARD:
+            return False
+        if position - group.at <= _SOON:
             return False
         return self._size(group.reads - group.made) > self._size(group.made)
 

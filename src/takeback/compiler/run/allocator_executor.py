@@ -98,8 +98,11 @@ class AllocatorExecutor(Executor):
             self.layout = lay_out(replace(self.layout.draft, program=replace(self.program, ops=tuple(ops))))
             self.program = self.layout.draft.program
         self._seen = {}
-        self._meter.trim(self.layout.alive_bytes)
+        self.settle_()
         return None
+
+    def settle_(self) -> None:
+        self._meter.trim(self.layout.alive_bytes)
 
     # -- the step --------------------------------------------------------------------------------------------------
 

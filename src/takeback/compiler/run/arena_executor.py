@@ -71,6 +71,7 @@ class ArenaExecutor(Executor):
             "cell": self._cell.view,
             "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
             "land": self._land,
+            "land_all": self._land_all,
             "look": look,
             "same_value": same_value,
             "changed": HeldValueChanged,
@@ -109,6 +110,18 @@ class ArenaExecutor(Executor):
         home.copy_(result)
         self.counters.landed += 1
         self.counters.landed_bytes += result.numel() * result.element_size()
+
+    def _land_all(self, results: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]) -> None:
+        """Each result into its place. A cluster may have asked for them in another order than was expected: then one
+        lies where another belongs."""
+        self._cell.view[0] = -1  # what is copied here is nothing that the op asks for
+        moved = [
+            (result.clone(), home)
+            for result, home in zip(results, homes, strict=True)
+            if result.data_ptr() != home.data_ptr()
+        ]
+        for result, home in moved:
+            self._land(result, home)
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -24,9 +24,10 @@ from takeback.compiler.program import Op, Program
 from takeback.compiler.run.rate_table import table_rates
 from takeback.options import open_cache
 
-_VERSION = 7
+_VERSION = 8
 _BYTES = 32 << 20  #: of each tensor: larger than the caches, as the activations of a step are together
 _SIDE = 512
+_TIMES_ON_GPU = 10  #: each is run between two waits: one alone would be timed with what waiting takes
 _OPS = 300
 _MATHS_ELEMENTS = 1 << 19  #: an exponential function takes longer than its operand takes from memory
 _TURNS = (2, 4, 8, 16, 24)  #: after so many it is asked whether the halves agree
@@ -161,7 +162,7 @@ def _noise(device: str) -> Callable[..., torch.Tensor]:
 
 
 def _product(device: str, dtype: torch.dtype) -> Experiment:
-    side = _SIDE if device == "cpu" else 4 * _SIDE
+    side = _SIDE if device == "cpu" else 8 * _SIDE
     a = _noise(device)(side, side).to(dtype)
     out = torch.empty_like(a)
     return Experiment(lambda: torch.mm(a, a, out=out), 2 * side**3)
@@ -171,16 +172,18 @@ def _halves(tried: Mapping[str, Experiment], device: str) -> dict[str, tuple[flo
     """The least time of each in the first and in the second half of the turns: whatever disturbs the machine makes
     times longer, for all alike."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    count = _TIMES_ON_GPU if device == "cuda" else 1
     times: dict[str, list[float]] = {name: [] for name in tried}
     halves: dict[str, tuple[float, float]] = {}
     for turn in range(_TURNS[-1] + 1):
         for name, each in tried.items():
             wait()
             start = time.perf_counter()
-            each.run()
+            for _ in range(count):
+                each.run()
             wait()
             if turn:  # the first ones warm up
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start) / count)
         if turn in _TURNS:
             halves = {name: (min(taken[: turn // 2]), min(taken[turn // 2 :])) for name, taken in times.items()}
             if all(max(pair) < _SURE * min(pair) for pair in halves.values()):

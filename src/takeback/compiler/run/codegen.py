@@ -236,14 +236,18 @@ class Emitter:
     def _allocating(self, op: Op, target: Kernel, position: int) -> list[str]:
         single = gives_one(target)
         lines = ["r = " + self._call(target, op.args, op.kwargs)]
-        for i, result in enumerate(op.results):
-            if isinstance(result, Region) and result.buffer not in op.mutates:
-                got = "r" if single else f"r[{i}]"
-                lines += self.shape_check(op, position, got, result)
-                # A kernel may hand out a look into its own, larger allocation, so compare the first element.
-                lines.append(
-                    f"if {got}.data_ptr() != {self.names.address(result)}: land({got}, {self.argument(result)})"
-                )
+        made = [(i, r) for i, r in enumerate(op.results) if isinstance(r, Region) and r.buffer not in op.mutates]
+        for i, result in made:
+            lines += self.shape_check(op, position, "r" if single else f"r[{i}]", result)
+        # A kernel may hand out a look into its own, larger allocation, so compare the first element.
+        if isinstance(target, Cluster) and len(made) > 1:
+            elsewhere = " or ".join(f"r[{i}].data_ptr() != {self.names.address(result)}" for i, result in made)
+            homes = ", ".join(self.argument(result) for _, result in made)
+            lines.append(f"if {elsewhere}: land_all(r, [{homes}])")
+            return lines
+        for i, result in made:
+            got = "r" if single else f"r[{i}]"
+            lines.append(f"if {got}.data_ptr() != {self.names.address(result)}: land({got}, {self.argument(result)})")
         return lines
 
     def shape_check(self, op: Op, position: int, name: str, result: Region) -> list[str]:

@@ -56,7 +56,7 @@ class Executor:
             undo_bytes=undo_bytes(self.program),
             kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
             group=group,
-            counters=self.counters if measured else None,
+            counters=self.counters if measured and not self.kernels.compared else None,
         )
 
     @property
@@ -102,6 +102,9 @@ class Executor:
 
     def release_(self) -> None:
         """The caller has taken what he wants of the last step."""
+
+    def settle_(self) -> None:
+        """Called when a comparison is over: what it needed besides is given back."""
 
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
@@ -157,6 +160,7 @@ class Executor:
             self.kernels.aside = self._aside
             step.at_end(self._leave_)
             self._enter_(log=log)
+            self.kernels.compared = False
             step.compute()
             self._compute_(batch)
             if inspect is not None:

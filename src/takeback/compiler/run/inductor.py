@@ -54,18 +54,20 @@ def in_a_line(error: Exception) -> str:
 
 
 def _compile(cluster: Cluster, device: torch.device) -> Compiled:
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def compute(*operands: torch.Tensor) -> list[torch.Tensor]:
         found = run_ops(cluster, operands, plainly)
         return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
 
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for one
     with mode, torch.no_grad():
         operands = [_fake(region, device) for region in cluster.inputs]
         graph = make_fx(compute, decomposition_table=select_decomp_table())(*operands)
@@ -74,7 +76,8 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
     known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
-    with V.set_fake_mode(mode), config.patch(known), torch.no_grad():
+    told = tracing(TracingContext(mode))
+    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 

@@ -7,7 +7,7 @@ turns out not to be right.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -21,7 +21,7 @@ Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
 
-_WAITS = "it has not been used yet"
+NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
 
 
 class ClusterKernel:
@@ -31,18 +31,22 @@ class ClusterKernel:
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
-        self.note: str | None = "it has not been compiled yet"  #: why eager's kernels run; None if others do
+        self.note: str | None = NOT_COMPILED_YET  #: why eager's kernels run; None if others do
         self.tried = False  #: to compile it
         self._kernels = kernels
         self._call: Call = eagerly(cluster)
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._call(operands) if not self._kernels.plain else eagerly(self.cluster)(operands)
+        if not self._kernels.plain:
+            return self._call(operands)
+        with self._kernels.aside():  # it asks for other bytes than the plan expects of it
+            return eagerly(self.cluster)(operands)
 
     def use_(self, compiled: Call) -> None:
         """From now on this one runs, if it is right where it is used first."""
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            self._kernels.compared = True
             fitting = compiled
             with self._kernels.aside():
                 try:
@@ -53,7 +57,12 @@ class ClusterKernel:
             self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
-        self.tried, self._call, self.note = True, first, _WAITS
+        self.tried, self._call, self.note = True, first, NOT_USED_YET
+
+    @property
+    def waits(self) -> bool:
+        """Whether eager's kernels run for now only."""
+        return self.note in (NOT_COMPILED_YET, NOT_USED_YET)
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
@@ -65,6 +74,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[str, ClusterKernel] = {}
+        self.compared = False  #: one was used for the first time in this replay, and compared: that takes memory
         self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 
@@ -86,16 +96,6 @@ class Kernels:
                 kernel.use_(compile_cluster(kernel.cluster, self._device))
             except NotCompiled as error:
                 kernel.refuse_(f"it could not be compiled ({error})")
-
-    def notes(self, program: Program) -> Iterator[str]:
-        """For which clusters of a program eager's kernels run, and why: those of one reason in one sentence."""
-        why: dict[str, list[str]] = {}
-        for kernel in self.in_program(program):
-            if kernel.note is not None and kernel.note != _WAITS:
-                why.setdefault(kernel.note, []).append(str(kernel.cluster))
-        for reason, names in why.items():
-            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
-            yield f"eager's kernels run for {names[0]}{others}: {reason}"
 
     def in_program(self, program: Program) -> list[ClusterKernel]:
         """The distinct kernels of a program, in order."""

@@ -10,6 +10,8 @@ import torch
 
 from takeback.compiler.capture.scratch import AllocatorEvent
 
+_SPARE = 1.1  #: of what a plan needs: blocks of other sizes, which it could use
+
 
 class Meter:
     """Bytes taken inside an op above what outlives it: `begin()`, run the op, `end()`."""
@@ -31,10 +33,10 @@ class Meter:
         return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocation"]["all"]["allocated"])
 
     def trim(self, needed_bytes: int) -> None:
-        """Gives back what the recording, which is eager's step, left in the allocator's cache, if that is a good deal
-        more than the plan will ever need."""
+        """Gives back what the recording, which is eager's step, and comparisons left in the allocator's cache, if that
+        is more than the plan will need. Never in a steady step: it waits for the device."""
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        if cached > 1.5 * needed_bytes:
+        if cached > _SPARE * needed_bytes:
             torch.cuda.empty_cache()
 
 

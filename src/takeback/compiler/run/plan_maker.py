@@ -157,7 +157,7 @@ class PlanMaker:
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
-        if searched and self.fast:  # for other shapes once they have come up often enough
+        if searched and self.fast:  # kernels for other shapes are compiled once these have come up often enough
             self.work.begin(Doing.KERNELS)
             self.kernels.compile_(planned.layout.program, self.work.tell)
         self.work.begin(Doing.WRITING)
@@ -170,6 +170,7 @@ class PlanMaker:
             family=family,
             is_sibling=not searched,
             rehearsals=0 if searched else 1,
+            awaits_kernels=self.fast and not searched,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
             executor=self.executor(planned.layout, family.codes),
@@ -227,6 +228,14 @@ class PlanMaker:
             finished.program, finished.kept, options, settings, watch=watch, sibling=sibling, earlier=earlier
         )
         return replace(planned, file_key=key)
+
+    def compile_kernels_(self, plan: Plan) -> None:
+        """Of a plan that ran on eager's so far; what they ask for inside is found out anew."""
+        work = self.start(f"kernels for {plan.made_for}")
+        with work.inside, work:
+            work.begin(Doing.KERNELS)
+            self.kernels.compile_(plan.executor.program, work.tell)
+        plan.awaits_kernels, plan.rehearsals = False, 0
 
     def remember_(self, plan: Plan) -> None:
         """For another process, once replays have shown what ops ask for. What the clock had a part in is not kept."""

@@ -67,6 +67,7 @@ class Plan:
     proved: bool = False  #: compared with its reference
     skipped: Skipped | None = None  #: why it was not, where that was due
     rehearsals: int = 0
+    awaits_kernels: bool = False  #: its clusters run with eager's kernels until it has been used more often
     replays: int = 0
     used_at: int = 0  #: the call in which it was
     right_at: int = 0  #: the replay that was last compared with eager

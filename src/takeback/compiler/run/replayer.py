@@ -25,6 +25,8 @@ from takeback.compiler.run.verify import BesideEager
 from takeback.errors import StalePlanError
 from takeback.progress import Doing
 
+_USES_BEFORE_KERNELS = 50  #: of a plan for other shapes: compiling takes as long as hundreds of steps on a GPU
+
 
 class Replayer:
     """Of one compiled step."""
@@ -38,6 +40,8 @@ class Replayer:
         self.count += 1
         plan.replays += 1
         plan.family.replays += 1
+        if plan.awaits_kernels and plan.replays > _USES_BEFORE_KERNELS:
+            self._maker.compile_kernels_(plan)
         due = self._proof.is_due(proved=plan.is_proved, replays=self.count)
         if not due and (plan.unsampled is not None or not self._proof.samples(plan.family.replays)):
             return self.replay(plan, leaves, micro=micro)
@@ -49,20 +53,23 @@ class Replayer:
 
         checked = self._checked(plan, batch, leaves, micro, run)
         if due:
-            # What is proved of a new plan is that it computes what eager does, with eager's kernels; each generated
-            # kernel is compared by itself when it is first used (run/kernels.py).
-            kernels = plan.executor.kernels
-            kernels.plain = not plan.is_proved
+            # What is compared is whether the plan computes what eager does, with eager's kernels; each generated kernel
+            # is compared by itself when it is first used (run/kernels.py).
+            executor, counters = plan.executor, plan.executor.counters
+            executor.kernels.plain = True
             try:
                 self._proved(plan, checked)
             finally:
-                kernels.plain = False
+                executor.kernels.plain = False
+                if self._maker.fast:  # what eager's kernels asked for is not what the plan's do
+                    executor.counters = counters
         else:
             try:
                 checked.beside_a_forward()
             except StalePlanError:
                 self._plans.drop_(plan)
                 raise
+        plan.executor.settle_()
         return gave[-1]
 
     def _proved(self, plan: Plan, checked: CheckedReplay) -> None:
@@ -149,7 +156,9 @@ class Replayer:
             if layout is None:
                 plan.rehearsals = 2
             else:
-                plan.proved = plan.proved and compute_alike(layout, plan.executor.layout)
+                # With generated kernels it is what is computed that was proved, and not where.
+                same = self._maker.fast or compute_alike(layout, plan.executor.layout)
+                plan.proved = plan.proved and same
                 plan.executor = self._maker.executor(layout, plan.family.codes)
         if plan.rehearsals == 2:
             self._maker.remember_(plan)
