@@ -295,7 +295,6 @@ def test_comparison_is_no_part_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> N
     assert any(op.scratch for op in ours if isinstance(op.target, Cluster))
     for one, other in zip(ours, theirs, strict=True):
         assert sorted(s.size_bytes for s in one.scratch) == sorted(s.size_bytes for s in other.scratch), one.name
-    assert compared._last.executor.counters.missed_bytes == plain._last.executor.counters.missed_bytes
 
 
 def test_equal_clusters_are_compiled_once() -> None:
