@@ -27,7 +27,7 @@ NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not bee
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("_call", "_kernels", "cluster", "note", "tried")
+    __slots__ = ("_call", "_compiled", "_kernels", "cluster", "note", "tried")
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
@@ -35,6 +35,7 @@ class ClusterKernel:
         self.tried = False  #: to compile it
         self._kernels = kernels
         self._call: Call = eagerly(cluster)
+        self._compiled: Call | None = None
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._kernels.plain:
@@ -57,7 +58,12 @@ class ClusterKernel:
             self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
             return self._call(operands)
 
-        self.tried, self._call, self.note = True, first, NOT_USED_YET
+        self.tried, self._call, self.note, self._compiled = True, first, NOT_USED_YET, compiled
+
+    def prove_again_(self) -> None:
+        """Where it is used next it is compared once more."""
+        if self.note is None and self._compiled is not None:
+            self.use_(self._compiled)
 
     @property
     def waits(self) -> bool:
