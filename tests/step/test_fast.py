@@ -19,7 +19,7 @@ from harness import Case, adamw, eager_step, sgd, train_both
 from takeback import zoo
 from takeback.compiler.passes import Home
 from takeback.compiler.planning import settings_for
-from takeback.compiler.program import Cluster
+from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run import kernels
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.errors import StalePlanError, VerifyError
@@ -317,6 +317,31 @@ def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.Monk
     wrong[0] = True
     with pytest.raises((VerifyError, StalePlanError)):
         [pair.step(*rows(i)) for i in range(5, 12)]
+
+
+def test_kernel_that_becomes_wrong_is_found_and_left_where_steps_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [False]
+
+    def compile_cluster(cluster: Cluster, device: torch.device) -> Any:
+        right = eagerly(cluster)
+        return lambda operands: [r.mul(3) if wrong[0] and r.is_floating_point() else r for r in right(operands)]
+
+    monkeypatch.setattr(kernels, "compile_cluster", compile_cluster)
+    pair = Pair(verify_every=4)
+    for i in range(6):
+        pair.advance(rows(i), i)
+    assert all(kernel.note is None for kernel in pair.step._maker.kernels.in_program(_program(pair)))
+    wrong[0] = True
+    for i in range(6, 11):  # one of these is compared, and after it each kernel
+        pair.step(*rows(i))
+    notes = [kernel.note for kernel in pair.step._maker.kernels.in_program(_program(pair))]
+    assert all(note is not None and "from double precision" in note for note in notes)
+
+
+def _program(pair: Pair) -> Program:
+    plan = pair.step._last
+    assert plan is not None
+    return plan.executor.program
 
 
 def test_step_that_is_over_leaves_its_executor_to_nobody() -> None:
