@@ -97,7 +97,14 @@ MemoryOption = Annotated[
         help="auto (the default), min, keep, a part of eager's peak such as 0.6x, or a size such as 12GiB.",
     ),
 ]
-AUTO, SOLVE_S = Options.memory, Options.solve_s
+ModeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE",
+        help="exact (eager's bits), fast (generated kernels), or auto (the default): fast on CUDA, exact elsewhere.",
+    ),
+]
+AUTO, AUTO_MODE, SOLVE_S = Options.memory, Options.mode, Options.solve_s
 
 
 def main() -> None:
@@ -142,8 +149,12 @@ def explain(
     target: TargetArgument,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to run first.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many steps to run first: 3 are enough, and 5 where kernels are generated."),
+    ] = None,
     memory: MemoryOption = None,
+    mode: ModeOption = None,
     fail_over: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Exit with 1 if the peak is above this, such as 12GiB: a check for CI."),
@@ -189,17 +200,23 @@ def explain(
         if whole and not passes:
             raise BadArgument("--whole belongs to --passes")
         if passes:
-            _show_passes(target, AUTO if memory is None else memory, solve_s, whole=whole)
+            _show_passes(target, AUTO if memory is None else memory, mode or AUTO_MODE, solve_s, whole=whole)
             return
         made: Report | Frontier
         if frontier:
             subject = load_case(target)
             with _telling(f"tracing {target}") as tell:
                 made = find_frontier(
-                    subject.model, subject.loss_fn, subject.optimizer, *subject.batch, solve_s=solve_s, progress=tell
+                    subject.model,
+                    subject.loss_fn,
+                    subject.optimizer,
+                    *subject.batch,
+                    mode=mode or AUTO_MODE,
+                    solve_s=solve_s,
+                    progress=tell,
                 )
         else:
-            made = _report(target, steps, AUTO if memory is None else memory, solve_s, tips=tips)
+            made = _report(target, steps, AUTO if memory is None else memory, mode or AUTO_MODE, solve_s, tips=tips)
     typer.echo(str(made))
     if snapshot is not None and isinstance(made, Report):
         typer.echo(f"\nsnapshot: {write_snapshot(made, snapshot)}, for https://pytorch.org/memory_viz")
@@ -212,7 +229,7 @@ def explain(
         _fail(f"the peak is {show_bytes(made.peak_bytes)}, above --fail-over {fail_over}", code=1)
 
 
-def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> None:
+def _show_passes(target: str, memory: str, mode: str, solve_s: float, *, whole: bool) -> None:
     subject = load_case(target)
     with _telling(f"tracing {target}") as tell:
         records = find_passes(
@@ -220,6 +237,7 @@ def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> No
             subject.loss_fn,
             subject.optimizer,
             *subject.batch,
+            mode=mode,
             memory=memory,
             solve_s=solve_s,
             progress=tell,
@@ -234,10 +252,13 @@ def _show_passes(target: str, memory: str, solve_s: float, *, whole: bool) -> No
             typer.echo(line)
 
 
-def _report(target: str, steps: int, memory: str, solve_s: float, *, tips: bool) -> Report:
+def _report(target: str, steps: int | None, memory: str, mode: str, solve_s: float, *, tips: bool) -> Report:
     subject = load_case(target)
     with _telling(f"recording {target}, and choosing what to rebuild") as tell:
-        step = takeback.compile_step(subject.model, subject.loss_fn, subject.optimizer, memory=memory, solve_s=solve_s)
+        step = takeback.compile_step(
+            subject.model, subject.loss_fn, subject.optimizer, mode=mode, memory=memory, solve_s=solve_s
+        )
+        steps = steps or (comparison.REHEARSALS if step.mode == "exact" else comparison.REHEARSALS_FAST)
         for i in range(steps):
             step(*subject.batch)
             tell(f"{target}: step {i + 1} of {steps}")
@@ -293,14 +314,20 @@ def bench(
     target: TargetArgument = "gpt/small",
     rounds: Annotated[int, typer.Option(min=1, help="How many steps of each are timed.")] = 20,
     memory: MemoryOption = None,
+    mode: ModeOption = None,
 ) -> None:
     """Time TARGET in eager and compiled, in turns; also peak, allocations and page faults."""
     with _CleanErrors(), _telling(f"loading {target}") as tell:
         result = comparison.compare(
-            load_case(target), load_case(target), rounds, memory=AUTO if memory is None else memory, progress=tell
+            load_case(target),
+            load_case(target),
+            rounds,
+            mode=mode or AUTO_MODE,
+            memory=AUTO if memory is None else memory,
+            progress=tell,
         )
     console = _console()
-    setting = f', memory="{memory}"' if memory is not None else ""
+    setting = "".join(f', {k}="{v}"' for k, v in (("memory", memory), ("mode", mode)) if v is not None)
     console.print(comparison.comparison_table(f"{target}{setting}, {rounds} steps of each in turns", result))
     console.print(comparison.verdict(result))
 

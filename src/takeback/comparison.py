@@ -31,8 +31,9 @@ Result = TypeVar("Result")
 
 FAULT_ROUNDS = 5
 
-REHEARSALS = 3
-"""The first steps record and rehearse the plan, and warm eager up; the steady ones come after."""
+REHEARSALS, REHEARSALS_FAST = 3, 5
+"""The first steps record and rehearse the plan, and warm eager up; the steady ones come after. In mode fast the first
+replay runs eager's kernels, the next compares the generated ones."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,15 @@ def memory_of(step: Callable[[], object]) -> Memory | None:
 
 
 def compare(
-    eager: Case, ours: Case, rounds: int, *, memory: str = "auto", progress: Callable[[str], None] | None = None
+    eager: Case,
+    ours: Case,
+    rounds: int,
+    *,
+    mode: str = "auto",
+    memory: str = "auto",
+    progress: Callable[[str], None] | None = None,
 ) -> SideBySide:
-    """Steady steps of two equal cases: one in eager, one compiled with `memory`."""
+    """Steady steps of two equal cases: one in eager, one compiled with `mode` and `memory`."""
     say = progress or (lambda text: None)
 
     def in_eager() -> None:
@@ -141,8 +148,8 @@ def compare(
     say("eager alone")
     faults = faults_alone(in_eager, min(rounds, FAULT_ROUNDS))
     say("recording, and choosing what to rebuild")
-    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, memory=memory)
-    for _ in range(REHEARSALS):
+    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, mode=mode, memory=memory)
+    for _ in range(REHEARSALS if step.mode == "exact" else REHEARSALS_FAST):
         step(*ours.batch)
     say(f"timing {rounds} steps of each in turns")
     before, after = interleaved(in_eager, lambda: step(*ours.batch), rounds)

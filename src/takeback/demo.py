@@ -148,7 +148,7 @@ def teach(lesson: Lesson, steps: int, advance: Advance) -> SideBySide:
     with torch.random.fork_rng(devices=[]):
         wrong_gradients = _check_gradients(lesson, advance)
         eager, ours = _seeded(lesson), _seeded(lesson)
-        step = compile_step(ours.model, ours.loss_fn, ours.optimizer)
+        step = compile_step(ours.model, ours.loss_fn, ours.optimizer, mode="exact")
         losses: list[float] = []
         before: list[Sample] = []
         after: list[Sample] = []
@@ -197,7 +197,7 @@ def _seeded(lesson: Lesson) -> Case:
 def _check_gradients(lesson: Lesson, advance: Advance) -> int:
     """How many gradients differ from eager's over a few steps of a step compiled with keep_grads."""
     eager, ours = _seeded(lesson), _seeded(lesson)
-    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, keep_grads=True)
+    step = compile_step(ours.model, ours.loss_fn, ours.optimizer, mode="exact", keep_grads=True)
     wrong = 0
     for i, batch in zip(range(REHEARSALS + 1), lesson.batches(), strict=False):
         advance(f"comparing every gradient, step {i + 1} of {REHEARSALS + 1}")

@@ -43,7 +43,7 @@ def predict(
     loss_fn: Callable[..., Any],
     optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
-    mode: str = "exact",
+    mode: str = "auto",
     memory: str = "auto",
     device: str | None = None,
     gpu: str | None = None,
@@ -70,6 +70,7 @@ def predict(
         solve_s=solve_s,
     )
     _check_device(device, gpu)
+    _check_exact(options)
     given = TracedStep(model, loss_fn, optimizer, batch, kwargs, options)
     traced = given.traced(progress)
     plan = planned(traced.finished, options)
@@ -99,7 +100,7 @@ def predict(
 def with_autocast(report: Report, case: Any, options: Options) -> Report:
     """The report of a compiled step of `case`, whose tip for bfloat16 has figures: the step is traced with it, on fake
     tensors. `case` has model, loss_fn, optimizer and batch."""
-    if subjects.device_of(case.model).type != "cpu":
+    if subjects.device_of(case.model).type != "cpu" or report.mode == "fast":
         return report
 
     def advisor() -> Advice:
@@ -122,6 +123,7 @@ def passes(
     loss_fn: Callable[..., Any],
     optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
+    mode: str = "auto",
     memory: str = "auto",
     update: str = "end",
     accumulate: int = 1,
@@ -134,6 +136,7 @@ def passes(
     """What each pass makes of the step, in the order in which they run: the program before and after it. Nothing of the
     user's is run. `takeback explain TARGET --passes` prints it."""
     options = Options(
+        mode=mode,
         memory=memory,
         update=update,
         accumulate=accumulate,
@@ -161,7 +164,7 @@ def frontier(
     loss_fn: Callable[..., Any],
     optimizer: Optimizer | Sequence[Optimizer],
     *batch: Any,
-    mode: str = "exact",
+    mode: str = "auto",
     device: str | None = None,
     gpu: str | None = None,
     update: str = "end",
@@ -186,12 +189,21 @@ def frontier(
         solve_s=solve_s,
     )
     _check_device(device, gpu)
+    _check_exact(options)
     say = progress or (lambda text: None)
     say("tracing the step")
     traced = TracedStep(model, loss_fn, optimizer, batch, kwargs, options).traced(
         lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})")
     )
     return find_frontier(traced.program, traced.kept, options, cost_of(traced.program), progress=progress)
+
+
+def _check_exact(options: Options) -> None:
+    if options.is_fast("cpu"):
+        raise OptionError(
+            "mode='fast' cannot be predicted: what generated kernels take for themselves is known when they are "
+            "compiled. Compile the step, run it a few times and read its report, or predict with mode='exact'."
+        )
 
 
 def _check_device(device: str | None, gpu: str | None) -> None:

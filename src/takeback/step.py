@@ -26,6 +26,7 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
+from takeback.compiler.explain.kernels import kernel_accounts
 from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report, title_of
 from takeback.compiler.explain.what_if import advised
@@ -95,6 +96,11 @@ class CompiledStep:
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
         self._pending = Pending(self._recipe, self._scaling, self._group, update_)
         self._maker.check_early()
+
+    @property
+    def mode(self) -> str:
+        """In which mode it runs: "exact" or "fast"; `mode="auto"` goes by the model's device."""
+        return self.options.mode_on(self._maker.device.type)
 
     @property
     def _replays(self) -> int:
@@ -242,6 +248,8 @@ class CompiledStep:
             plans=[account_of(p, self._execution(p), self._state_bytes(p)) for p in plans],
             loading_s=self._maker.loading_s,
             title=title_of(self._model, plan.made_for, self.options, self._maker.device),
+            mode=self.mode,
+            kernels=kernel_accounts(plan.executor.program, self._maker.kernels),
         )
         return advised(report, plan, self._maker, self._execution(plan))
 

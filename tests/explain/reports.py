@@ -7,6 +7,7 @@ from functools import cache
 
 from takeback import compile_step, zoo
 from takeback.compiler.explain.advice import OF_COPIES, OF_PEAK, Advice, Tip
+from takeback.compiler.explain.kernels import KernelAccount, KernelOp
 from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.plans import PlanAccount
 from takeback.compiler.explain.report import Measured, Report
@@ -85,6 +86,34 @@ ADVICE = Advice(
 )
 
 
+def with_kernels(report: Report) -> Report:
+    """As if the report were of mode fast: two kernels, one of which was given up, and ops that stayed out."""
+    line = "/home/somebody/train.py:"
+    ops = (KernelOp("add.Tensor", line + "12", "layers.3"), KernelOp("native_layer_norm", line + "14", "layers.3.norm"))
+    many = tuple(KernelOp("mul.Tensor", line + "20", "head") for _ in range(60))
+    return dataclasses.replace(
+        report,
+        mode="fast",
+        kernels=(
+            KernelAccount(
+                *("cluster[add.Tensor, native_layer_norm]", 7, ops, ("layers.*", "layers.*.norm"), 3 * MIB, MIB),
+                generated=True,
+                why="",
+            ),
+            KernelAccount(
+                *("cluster[mul.Tensor]", 1, many, ("head",), MIB, 4),
+                generated=False,
+                why="it could not be compiled (Error: no compiler)",
+            ),
+        ),
+        refusals=(
+            *report.refusals,
+            Refusal("fuse", "addmm", BufferId(5), 2 * MIB, "it computes more than it moves", Site(line[:-1], 30, "f")),
+            Refusal("fuse", "mm", BufferId(6), 3 * MIB, "it computes more than it moves"),
+        ),
+    )
+
+
 def planted(text: str) -> Report:
     """The fixed report with `text` for every name that comes from the user."""
     report = fixed_report()
@@ -94,12 +123,16 @@ def planted(text: str) -> Report:
         ledger=tuple(
             dataclasses.replace(e, value=text, op=text, line=text, reason=text, module=text) for e in report.ledger
         ),
-        refusals=tuple(dataclasses.replace(r, op=text, reason=text, decision=text, site=site) for r in report.refusals),
+        refusals=(
+            *(dataclasses.replace(r, op=text, reason=text, decision=text, site=site) for r in report.refusals),
+            Refusal("fuse", text, BufferId(5), MIB, text, site),
+        ),
         resident={text: 1},
         eager_peak_at=text,
         notes=(text,),
         plans=tuple(dataclasses.replace(plan, made_for=text) for plan in report.plans),
         title=text,
+        kernels=(KernelAccount(text, 2, (KernelOp(text, text, text),), (text,), MIB, 4, generated=False, why=text),),
         advisor=lambda: Advice(tuple(dataclasses.replace(tip, do=text, why=text) for tip in ADVICE.tips)),
         torch_version=text,
     )

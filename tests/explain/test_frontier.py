@@ -188,7 +188,7 @@ def test_frontier_touches_nothing_and_says_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"mode": "fast"}, "mode='fast' is not in this version"),
+        ({"mode": "fast"}, r"mode='fast' cannot be predicted: .* predict with mode='exact'"),
         ({"device": "cuda"}, "predicts for the CPU only"),
         ({"solve_s": 0}, "solve_s must be a positive number of seconds, got 0"),
     ],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reports import ADVICE, MIB, fixed_report, zoo_report
+from reports import ADVICE, MIB, fixed_report, with_kernels, zoo_report
 
 from takeback.compiler.explain.advice import OF_PEAK, Tip
 from takeback.compiler.explain.html import as_html
@@ -58,6 +58,12 @@ console.error = (...said) => wrong.push(said.join(" "));</script>
   find.value = ""; find.dispatchEvent(new Event("input"));
   seen.again = out.textContent;
   seen.explained = [...document.querySelectorAll("abbr")].every((word) => word.title.length > 20);
+  const folded = document.querySelector("details"), head = folded && folded.querySelector("summary");
+  if (head) {
+    head.focus(); seen.focused = document.activeElement === head;
+    head.click(); seen.unfolded = folded.open && folded.querySelector("table").offsetHeight > 0;
+    seen.kernels = folded.parentElement.scrollWidth - folded.parentElement.clientWidth;
+  }
   seen.ms = performance.now() - began;
   seen.wrong = wrong;
   const note = document.createElement("pre");
@@ -81,7 +87,7 @@ def seen_in(report: Report, folder: Path, width: int) -> dict[str, Any]:
 
 
 def test_reader_finds_points_and_walks_and_nothing_is_cut_off(tmp_path: Path) -> None:
-    report = zoo_report("gpt")
+    report = with_kernels(zoo_report("gpt"))
     long = Tip("linear_cross_entropy(hidden, model.decoder.output_projection.weight, targets)", MIB, OF_PEAK, None, "")
     advice = dataclasses.replace(ADVICE, tips=(long, *ADVICE.tips))
     seen = seen_in(dataclasses.replace(report, advisor=lambda: advice), tmp_path, 390)
@@ -97,6 +103,9 @@ def test_reader_finds_points_and_walks_and_nothing_is_cut_off(tmp_path: Path) ->
     assert seen["second"] != seen["first"] == seen["back"]
     assert seen["again"] == seen["idle"]
     assert seen["explained"]
+    assert seen["focused"], "a kernel cannot be reached with the keyboard"
+    assert seen["unfolded"]
+    assert seen["kernels"] <= 0
 
 
 @pytest.mark.slow

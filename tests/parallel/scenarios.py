@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
 from takeback.compiler.passes import Home
+from takeback.compiler.run import kernels
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
+from takeback.compiler.run.inductor import NotCompiled
 from takeback.flat import cut, lay_out
 from takeback.parallel import Reducer
 
@@ -169,6 +171,18 @@ def plain(rank: int, group: dist.ProcessGroup) -> None:
     assert any(n.startswith(f"rank {rank} of {world}: gradients are averaged over the group") for n in report.notes)
     assert sum("averaged over the group in bucket" in e.reason for e in report.ledger) == 6
     assert step._plans[0].proved
+
+
+def in_clusters(rank: int, group: dist.ProcessGroup) -> None:
+    """Mode fast, with eager's kernels in its clusters: the same ops, so the same bits."""
+
+    def refuse(*_: object) -> None:
+        raise NotCompiled("this is a test")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "compile_cluster", refuse)
+        step = race(rank, group, convnet, rows(rank, shape=(2, 6, 6)), mode="fast")
+    assert step.report().kernels
 
 
 def batch_norm(rank: int, group: dist.ProcessGroup) -> None:

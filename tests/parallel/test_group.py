@@ -9,6 +9,7 @@ TWO = [
     "buckets_in_any_order",
     "plain",
     "batch_norm",
+    "in_clusters",
     "own_step",
     "accumulated_and_clipped",
     "accumulated_over_calls",

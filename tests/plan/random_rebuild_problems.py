@@ -70,8 +70,11 @@ def problem_of(seed: int) -> RebuildProblem:
             RebuildUnit(UnitId(v), (v,), inputs, (ValueId(v),), rng.randrange(1, 9), rng.choice((0, 1)), extra, taken)
         )
     fixed = [rng.randrange(0, 6) for _ in range(2 * ops)]
+    during = fixed[:ops]
+    # Between two ops no more is there than during either of them.
+    before = [min(level, during[at], during[max(at - 1, 0)]) for at, level in enumerate(fixed[ops:])]
     ordered = {stop: tuple(UnitId(n) for n in sorted(chain)) for stop, chain in sorted(chains.items())}
-    return RebuildProblem(tuple(values), tuple(units), ordered, tuple(fixed[:ops]), tuple(fixed[ops:]), 4 * ops)
+    return RebuildProblem(tuple(values), tuple(units), ordered, tuple(during), tuple(before), 4 * ops)
 
 
 def _episodes(uses: list[int]) -> tuple[tuple[int, int], ...]:

@@ -16,6 +16,7 @@ from torch._C import _len_torch_dispatch_stack
 import takeback as tb
 from takeback.cache import Cache
 from takeback.compiler.run import program_key, proof_file, recorded_step
+from takeback.compiler.run.inductor import NotCompiled
 from takeback.errors import CaptureError
 from takeback.options import open_cache
 from takeback.step import CompiledStep
@@ -85,6 +86,20 @@ def test_other_sizes_options_or_versions_are_shown_anew(cache: Cache, proofs: mo
     with mock.patch.object(program_key, "_source", return_value="another version"):
         made()(*batch())
     assert proofs.call_count == 6
+
+
+def test_what_is_near_eager_is_no_proof_of_bits(
+    cache: Cache, proofs: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise NotCompiled("there is no compiler here")
+
+    monkeypatch.setattr("takeback.compiler.run.kernels.compile_cluster", missing)
+    for count, mode in enumerate(("fast", "exact"), start=1):
+        made(mode=mode)(*batch())
+        assert proofs.call_count == count
+    made(mode="fast")(*batch())
+    assert proofs.call_count == 2
 
 
 def test_step_that_recording_changes_is_never_remembered(cache: Cache) -> None:

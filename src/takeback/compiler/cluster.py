@@ -105,6 +105,7 @@ def expanded(op: Op, buffers: dict[BufferId, Buffer]) -> Iterator[Op]:
     operands = {local.buffer: region for local, region in zip(cluster.inputs, op.args, strict=True)}
     given = {local.buffer: r.buffer for local, r in zip(cluster.results, op.outputs, strict=True)}
     named: dict[BufferId, BufferId] = {}
+    free = max(buffers, default=-1) + 1
 
     def look(region: Region) -> Argument:
         outer = operands.get(region.buffer)
@@ -113,7 +114,7 @@ def expanded(op: Op, buffers: dict[BufferId, Buffer]) -> Iterator[Op]:
         if region.buffer in given:
             return replace(region, buffer=given[region.buffer])
         if region.buffer not in named:
-            ident = named[region.buffer] = BufferId(max(buffers, default=-1) + 1)
+            ident = named[region.buffer] = BufferId(free + len(named))
             buffers[ident] = replace(cluster.buffers[region.buffer], id=ident)
         return replace(region, buffer=named[region.buffer])
 

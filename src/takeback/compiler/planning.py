@@ -84,6 +84,9 @@ class Planned:
     @functools.cached_property
     def step_s(self) -> float:
         """Predicted, without rebuilding."""
+        planned = self.layout.program.ops
+        if any(isinstance(op.target, Cluster) for op in planned):  # what runs is not, op by op, what was recorded
+            return sum(map(self.seconds, planned)) - self.added_s
         return sum(map(self.seconds, self.program.ops))
 
     @functools.cached_property

@@ -34,12 +34,16 @@ class AdvisedStep:
     seconds: Callable[[Op], float]
     home: Home = Home.ARENA
     others: tuple[WhatIf, ...] = ()
+    on_paper: Callable[[Report], Report] = lambda report: report
+    """The report with what its own plan comes to before it has run: in mode fast, what generated kernels take for
+    themselves is known of that plan only, and to compare it with others would flatter them."""
 
     def advised(self, report: Report, progress: Callable[[str], None] | None = None) -> Report:
         """The report, with advice where it is asked for."""
         return replace(report, advisor=lambda: self._advice(report, progress))
 
     def _advice(self, report: Report, progress: Callable[[str], None] | None) -> Advice:
+        report = self.on_paper(report)
         frontier = find_frontier(self.program, self.kept, self.options, self.seconds, home=self.home, progress=progress)
         tips = [*_less_memory(report, frontier, self.options), *(t for other in self.others for t in other(report))]
         return Advice((*sorted(tips, key=by_saving), *_copies(report)), frontier)

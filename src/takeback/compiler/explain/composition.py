@@ -5,7 +5,7 @@ activations by module path, scratch. The parts add up to the peak.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, GRADIENT, SCRATCH, UPDATE, Entry
 from takeback.compiler.explain.report import Report
@@ -57,8 +57,16 @@ def composition(report: Report) -> tuple[PeakPart, ...]:
     values.sort(key=lambda part: (-part.size_bytes, part.label))
     room = max(MOST_PARTS - len(resident), 4)
     parts = [*resident, *values[:room], *_together(values[room:])]
-    gaps = report.peak_bytes - sum(part.size_bytes for part in parts)
-    return (*parts, PeakPart(GAPS, "", gaps, 1)) if gaps > 0 else tuple(parts)
+    gaps = report.peak_bytes - _sum(parts)
+    return (*parts, PeakPart(GAPS, "", gaps, 1)) if gaps > 0 else _at_once(parts, -gaps)
+
+
+def _at_once(parts: list[PeakPart], too_much: int) -> tuple[PeakPart, ...]:
+    """The parts without scratch that is not alive at the same time: the ops of a cluster take theirs in turn."""
+    taken = KINDS[SCRATCH]
+    return tuple(
+        replace(part, size_bytes=max(part.size_bytes - too_much, 0)) if part.kind == taken else part for part in parts
+    )
 
 
 def _together(small: list[PeakPart]) -> list[PeakPart]:

@@ -24,7 +24,7 @@ from takeback.compiler.passes.pipeline import search_of
 from takeback.compiler.passes.rebuildable import stand_in
 from takeback.compiler.passes.recompute import LEVELS, Point
 from takeback.compiler.planning import auto_share, settings_for
-from takeback.compiler.program import BufferId, Op, Program
+from takeback.compiler.program import BufferId, Cluster, Op, Program
 from takeback.options import Options
 
 ROWS, COLUMNS = 11, 60
@@ -171,7 +171,7 @@ def _kinds(ops: Sequence[Op], seconds: Callable[[Op], float]) -> dict[str, int]:
     count: dict[str, int] = {}
     cost: dict[str, float] = {}
     for op in ops:
-        name = op.name.partition(".")[0]
+        name = op.name if isinstance(op.target, Cluster) else op.name.partition(".")[0]
         count[name] = count.get(name, 0) + 1
         cost[name] = cost.get(name, 0.0) + seconds(op)
     return {name: count[name] for name in sorted(count, key=lambda n: (-cost[n], n))}

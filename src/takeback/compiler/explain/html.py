@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from takeback.compiler.explain.frontier_html import curve_of, lead_of
+from takeback.compiler.explain.kernels_html import kernels_lead, kernels_of
 from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.page import (
     BOTTOM,
@@ -28,7 +29,6 @@ from takeback.compiler.explain.peak_html import bar_of, tips_lead, tips_of
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import (
     MEANING,
-    PLAN_COLUMNS,
     ByReason,
     added_time,
     arena_row,
@@ -38,6 +38,7 @@ from takeback.compiler.explain.text import (
     headline,
     once,
     peak_position,
+    plan_columns,
     plan_rows,
     refusal_groups,
     short_line,
@@ -65,6 +66,7 @@ def as_html(report: Report) -> str:
         section("Bytes alive above resident", _curves(report), ""),
         section("The arena", _arena(report), _legend(report)),
         section("Plans", _plans(report), f"<p>Seconds that making each took. {text_of(once(report))}</p>"),
+        section("Kernels", kernels_of(report), kernels_lead(report)),
         section("Fates", _fates(report), ""),
         section(
             "Largest values at the peak",
@@ -200,8 +202,8 @@ def _steps(levels: Sequence[int], axes: Axes) -> str:
 
 
 def _plans(report: Report) -> str:
-    rows = plan_rows(report)[:MOST_ROWS]
-    return table(PLAN_COLUMNS, rows, frozenset(range(1, len(PLAN_COLUMNS) - 1))) if rows else ""
+    rows, columns = plan_rows(report)[:MOST_ROWS], plan_columns(report)
+    return table(columns, rows, frozenset(range(1, len(columns) - 1))) if rows else ""
 
 
 def _fates(report: Report) -> str:

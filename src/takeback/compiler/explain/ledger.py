@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from takeback.compiler.layout import PASS, Layout
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites, Packed
-from takeback.compiler.program import BufferId, Op, Phase, Region, Role, Special
+from takeback.compiler.program import BufferId, Cluster, Op, Phase, Region, Role, Special
 
 
 class Fate(enum.StrEnum):
@@ -131,7 +131,8 @@ def _scratch(layout: Layout, position: int) -> Iterator[Entry]:
         taken = [(r.size_bytes, r.offset_bytes) for r in layout.arena.requests[position] if r.result is None]
     for number, (size, offset) in enumerate(taken):
         if offset == PASS:
-            reason = "outlives its op inside torch, so the ordinary allocator serves it"
+            inside = "its kernels" if isinstance(op.target, Cluster) else "its op inside torch"
+            reason = f"outlives {inside}, so the ordinary allocator serves it"
             yield Entry("scratch", size, Fate.PASSED, op.name, _line(op), reason)
         else:
             where = f"scratch {number} of op {position}"

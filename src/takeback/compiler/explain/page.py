@@ -34,7 +34,9 @@ WORDS = {
     "copied": "copied, for the reason that is given",
     "scratch": "bytes that an op takes for itself while it runs",
     "passed": "bytes that an op takes for itself, from the ordinary allocator",
-    "proved": "its first replay was compared with eager, bit by bit; family: that of a plan with other shapes was",
+    "Kernels": "runs of ops that move memory and compute little are one kernel each, which is generated",
+    "proved": "its first replay was compared with eager, in mode exact bit by bit; family: that of a plan with other "
+    "shapes was",
     "replays": "how often a step has run by this plan",
 }
 
@@ -184,7 +186,11 @@ abbr{text-decoration:underline dotted;text-underline-offset:3px;cursor:help}
 .dim{opacity:.08}.chosen{stroke:var(--ink);stroke-width:1.6;stroke-opacity:1}
 input{font:inherit;color:inherit;background:var(--page);border:1px solid var(--line);border-radius:6px;padding:4px 10px;
 width:min(100%,340px);margin-bottom:10px}
-svg:focus-visible,input:focus-visible{outline:2px solid var(--ours)}
+summary{cursor:pointer;padding:5px 0;overflow-wrap:anywhere}summary .sub{display:block;margin-left:16px}
+details{border-bottom:1px solid var(--line)}details table{margin:2px 0 10px 16px;width:calc(100% - 16px)}
+details td,.left td{overflow-wrap:anywhere}details td:first-child{white-space:normal}
+h3{font-size:14px;margin:16px 0 4px}
+svg:focus-visible,input:focus-visible,summary:focus-visible{outline:2px solid var(--ours)}
 .bar{display:flex;height:34px;border-radius:6px;overflow:hidden;margin:4px 0 14px;gap:1px}
 .bar span{min-width:2px}.swatch{display:inline-block;width:12px;height:12px;border-radius:3px;vertical-align:-1px}
 .k0{background:#4c7fb8}.k1{background:#7d6bb5}.k2{background:#a9b4c2}.k3{background:#2a9d8f}.k4{background:#e07a3f}

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from takeback.compiler.explain.text import OUT_OF_CLUSTERS, grouped_refusals, show_bytes
 from takeback.compiler.passes.draft import Draft, Overwrites, Packed
 from takeback.compiler.program import show_op
 
@@ -39,8 +40,13 @@ def passes_text(records: Sequence[PassRecord], *, whole: bool = False) -> Iterat
         changed = [] if before == after else list(_changes(before, after))
         yield f"{number}. {record.name}: {_counts(record.after)}" + ("" if changed else "; nothing changed")
         yield from (f"   {line}" for line in (after if whole else changed))
-        for refusal in record.after.refusals[len(record.before.refusals) :]:
-            yield f"   refused: {refusal.decision} %{refusal.buffer} at {refusal.op}: {refusal.reason}"
+        refused = record.after.refusals[len(record.before.refusals) :]
+        for refusal in refused:
+            if refusal.decision != OUT_OF_CLUSTERS:
+                yield f"   refused: {refusal.decision} %{refusal.buffer} at {refusal.op}: {refusal.reason}"
+        for group in grouped_refusals([r for r in refused if r.decision == OUT_OF_CLUSTERS]):
+            left = f"{group.count:,} ops, {show_bytes(group.size_bytes)}"
+            yield f"   left out: {left}: {group.reason} (largest: {group.example})"
         for note in record.after.notes[len(record.before.notes) :]:
             yield f"   note: {note}"
 

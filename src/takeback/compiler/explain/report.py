@@ -16,6 +16,7 @@ import torch
 
 from takeback.compiler.capture.finish import OwnStep
 from takeback.compiler.explain.advice import Advice
+from takeback.compiler.explain.kernels import KernelAccount, fallback_notes, launches_saved, ops_in_clusters
 from takeback.compiler.explain.ledger import Entry, Fate, ledger
 from takeback.compiler.explain.plans import PlanAccount, above_resident, copied_grad_bytes, resident_of
 from takeback.compiler.layout import Layout, asks_for_results
@@ -76,6 +77,8 @@ class Report:
     update_at: int | None = None  #: the op of the plan with which the optimizer's tail begins
     eager_update_at: int | None = None  #: the same in eager's curve
     torch_version: str = torch.__version__
+    mode: str = "exact"  #: in which it runs: "exact" or "fast"
+    kernels: tuple[KernelAccount, ...] = ()  #: of clusters, what moves most bytes first; none in mode exact
     advisor: Callable[[], Advice] | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
@@ -89,6 +92,16 @@ class Report:
         may take as long as making the plan did."""
         return self.advisor() if self.advisor is not None else Advice()
 
+    @property
+    def ops_in_clusters(self) -> int:
+        """How many ops of a step run as part of a cluster."""
+        return ops_in_clusters(self.kernels)
+
+    @property
+    def launches_saved(self) -> int:
+        """How many fewer calls a step makes by that, as far as these kernels are generated."""
+        return launches_saved(self.kernels)
+
     def __getstate__(self) -> dict[str, object]:
         """Copied and pickled as data, with the advice if it was found: what finds it holds the plan, and the model."""
         return {**vars(self), "advisor": None}
@@ -98,6 +111,7 @@ class Report:
         data = dataclasses.asdict(dataclasses.replace(self, advisor=None))
         del data["advisor"]
         data["tips"] = [dataclasses.asdict(tip) for tip in self.advice.tips] if "advice" in vars(self) else None
+        data["ops_in_clusters"], data["launches_saved"] = self.ops_in_clusters, self.launches_saved
         for refusal in data["refusals"]:
             site = refusal.pop("site")
             refusal["line"] = f"{site['file']}:{site['line']}" if site else ""
@@ -128,13 +142,15 @@ def build_report(
     plans: Sequence[PlanAccount] = (),
     loading_s: float = 0.0,
     title: str = "",
+    mode: str = "exact",
+    kernels: Sequence[KernelAccount] = (),
 ) -> Report:
     """`original` is the recorded program before the passes; it says what eager would hold. `own_steps`: the
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
     `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
     `plans`: all of the step's, this one first. `loading_s`: what native code took, once. `title`: what the report is
-    of."""
+    of. `mode`: in which it runs. `kernels`: those of its clusters."""
     program = layout.draft.program
     resident = resident_of(layout, state_bytes)
     total = sum(resident.values())
@@ -162,7 +178,7 @@ def build_report(
         placed=execution.serves_ops,
         notes=(
             *((unplanned,) if unplanned else ()),
-            *_notes(layout, execution, own_steps, skipped, (*notes, *_unsampled(unsampled))),
+            *_notes(layout, execution, own_steps, skipped, (*fallback_notes(kernels), *notes, *_unsampled(unsampled))),
         ),
         step_s=step_s,
         added_s=added_s,
@@ -173,15 +189,20 @@ def build_report(
         title=title,
         update_at=_update_at(program),
         eager_update_at=_update_at(original),
+        mode=mode,
+        kernels=tuple(kernels),
     )
 
 
 def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device) -> str:
     """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of."""
     usual = Options()
-    names = ("memory", "mode", "update", "accumulate", "clip_norm", "keep_grads")
-    settings = [(name, getattr(options, name)) for name in names]
-    said = [f"{name}={_shown(v)}" for name, v in settings if name == "memory" or v != getattr(usual, name)]
+    said = [f"memory={_shown(options.memory)}"]
+    mode = options.mode_on(device.type)
+    if mode == "fast" or mode != usual.mode_on(device.type):
+        said.append(f"mode={_shown(mode)}")
+    settings = [(name, getattr(options, name)) for name in ("update", "accumulate", "clip_norm", "keep_grads")]
+    said += [f"{name}={_shown(value)}" for name, value in settings if value != getattr(usual, name)]
     said += [f"{name}=..." for name in ("scaler", "group") if getattr(options, name) is not None]
     return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}"
 

@@ -20,6 +20,11 @@ WIDTH = 80
 LARGEST = 8
 """How many values at the peak, and how many groups of copies and of refusals, are listed."""
 
+OUT_OF_CLUSTERS = "fuse"
+"""The decision that is refused of an op that keeps eager's kernel in mode fast. There are many of these."""
+
+LANDED = "a cluster's kernel allocates its results, and they are copied to where they were planned"
+
 IN_UPDATE = "in the optimizer's update"
 """Where an op of the update is: it has no line of the user's."""
 
@@ -53,6 +58,7 @@ def as_text(report: Report) -> str:
         _composition(report),
         _advice(report),
         _plans(report),
+        _kernels(report),
         _fates(report),
         _at_peak(report),
         _groups("Copies", "copied", copy_groups(report)),
@@ -161,15 +167,19 @@ def fates(report: Report) -> list[tuple[Fate, int, int]]:
     return rows
 
 
-PLAN_COLUMNS = ("for", "peak", "record", "choose", "place", "write", "prove", "replays", "proved")
+def plan_columns(report: Report) -> tuple[str, ...]:
+    """What `plan_rows` has; "compile" where kernels were generated."""
+    generates = ("compile",) if report.kernels else ()
+    return ("for", "peak", "record", "choose", "place", *generates, "write", "prove", "replays", "proved")
 
 
 def plan_rows(report: Report) -> list[tuple[str, ...]]:
-    """As `PLAN_COLUMNS`; seconds without their unit."""
+    """As `plan_columns`; seconds without their unit."""
     rows = []
     for plan in report.plans:
         spent = plan.spent
-        stages = (spent.recording_s, spent.choosing_s, spent.placing_s, spent.writing_s, spent.proving_s)
+        compiling = (spent.kernels_s,) if report.kernels else ()
+        stages = (spent.recording_s, spent.choosing_s, spent.placing_s, *compiling, spent.writing_s, spent.proving_s)
         seconds = (show_seconds(s) for s in stages)
         rows.append((plan.made_for, show_bytes(plan.peak_bytes), *seconds, f"{plan.replays:,}", plan.proved))
     return rows
@@ -198,20 +208,37 @@ def show_seconds(seconds: float) -> str:
 def copy_groups(report: Report) -> list[ByReason]:
     """The copies of the ledger by reason, most bytes first."""
     copied = [e for e in report.ledger if e.fate is Fate.COPIED]
-    return _grouped(copied, lambda e: ("copy", str(e.reason)), lambda e: _example(e.value, e.op, e.line))
+    found = _grouped(copied, lambda e: ("copy", str(e.reason)), lambda e: _example(e.value, e.op, e.line))
+    if not report.kernels or report.measured is None or not report.measured.landed_bytes:
+        return found
+    # Which ones is not counted; it is the results of clusters that come in bytes of their kernel's own.
+    made = [e for e in report.ledger if e.op.startswith("cluster[") and e.fate not in (Fate.SCRATCH, Fate.PASSED)]
+    example = max(made, key=lambda e: e.size_bytes, default=None)
+    shown = _example(example.value, example.op, example.line) if example is not None else "clusters"
+    landed = ByReason("copy", LANDED, report.measured.landed, report.measured.landed_bytes, shown)
+    return sorted((*found, landed), key=lambda g: -g.size_bytes)
 
 
 def refusal_groups(report: Report) -> list[ByReason]:
-    """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last."""
+    """The refusals by decision and reason, most bytes first; those of the update, which nobody can change, last. What
+    stayed out of clusters is not among them: see `left_out_groups`."""
+    refusals = [r for r in report.refusals if r.decision != OUT_OF_CLUSTERS]
+    others = grouped_refusals([r for r in refusals if not _is_of_update(r)])
+    return others + grouped_refusals([r for r in refusals if _is_of_update(r)])
+
+
+def left_out_groups(report: Report) -> list[ByReason]:
+    """What stayed out of clusters, by reason, most bytes first."""
+    return grouped_refusals([r for r in report.refusals if r.decision == OUT_OF_CLUSTERS])
+
+
+def grouped_refusals(refusals: Sequence[Refusal]) -> list[ByReason]:
+    """By decision and reason, most bytes first."""
 
     def example(r: Refusal) -> str:
         return _example("", r.op, IN_UPDATE if _is_of_update(r) else str(r.site or ""))
 
-    def grouped(refusals: Sequence[Refusal]) -> list[ByReason]:
-        return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
-
-    others = grouped([r for r in report.refusals if not _is_of_update(r)])
-    return others + grouped([r for r in report.refusals if _is_of_update(r)])
+    return _grouped(refusals, lambda r: (r.decision, str(r.reason)), example)
 
 
 def _is_of_update(refusal: Refusal) -> bool:
@@ -275,7 +302,7 @@ def _allocations(report: Report) -> str:
     if not report.placed:
         return "and those inside ops, not counted"
     if measured is None:
-        return "predicted: nothing was replayed yet"
+        return "predicted: " + ("no steady replay yet" if report.kernels else "nothing was replayed yet")
     outside = measured.misses + measured.passed + measured.worker_new
     return f"{report.allocations_per_step - outside:,} returned, {outside:,} inside ops"
 
@@ -335,8 +362,10 @@ def _plans(report: Report) -> list[str]:
     if not report.plans:
         return []
     lines = [heading("Plans, and the seconds that making each took")]
-    rows = [(short_batch(made_for, 19), *rest) for made_for, *rest in plan_rows(report)]
-    lines += _table([PLAN_COLUMNS, *rows], (19, 10, 6, 6, 6, 6, 6, 7, 6))
+    compiling = (7,) if report.kernels else ()
+    first = 19 - sum(width + 1 for width in compiling)
+    rows = [(short_batch(made_for, first), *rest) for made_for, *rest in plan_rows(report)]
+    lines += _table([plan_columns(report), *rows], (first, 10, 6, 6, 6, *compiling, 6, 6, 7, 6))
     return lines + wrapped(once(report), "", "") if once(report) else lines
 
 
@@ -367,12 +396,21 @@ def _at_peak(report: Report) -> list[str]:
     return lines
 
 
+def _kernels(report: Report) -> list[str]:
+    from takeback.compiler.explain.kernels_text import kernel_lines
+
+    return kernel_lines(report)
+
+
 def _groups(title: str, done: str, groups: Sequence[ByReason]) -> list[str]:
-    if not groups:
-        return []
-    lines = [heading(title)]
+    return [heading(title), *group_lines(done, groups)] if groups else []
+
+
+def group_lines(done: str, groups: Sequence[ByReason]) -> list[str]:
+    """`12 x 1.00 MiB  reason (largest: op at line)` for each of the largest."""
+    lines = []
     for g in groups[:LARGEST]:
-        decision = "" if g.decision == "copy" else f"{g.decision}: "
+        decision = "" if g.decision in ("copy", OUT_OF_CLUSTERS) else f"{g.decision}: "
         example = f" ({g.example})" if g.count == 1 else f" (largest: {g.example})"
         first = f"{g.count:>6,} x {show_bytes(g.size_bytes):>11}  "
         lines += wrapped(f"{decision}{g.reason}{example}", first, " " * len(first))

@@ -53,8 +53,13 @@ def advised(report: Report, plan: Plan, maker: PlanMaker, execution: Execution) 
         ChunkedLossTip(plan.finished, maker.recipe.model, replan, maker.native),
         HalfUnknown(program, lambda: rates_with(program, torch.bfloat16)),
     )
+
+    def on_paper(report: Report) -> Report:
+        planned = replan.planned(plan.finished)
+        return replace(report, peak_bytes=replan.peak(report, planned), step_s=planned.step_s, added_s=planned.added_s)
+
     step = AdvisedStep(program, plan.finished.kept, maker.options, plan.planned.seconds, maker.home, others)
-    return step.advised(report)
+    return (replace(step, on_paper=on_paper) if report.mode == "fast" else step).advised(report)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,8 @@ class ChunkedLossTip:
     def __call__(self, report: Report) -> Iterator[Tip]:
         if self.replan.options.has_target or self.finished.program.device_type != _TRIED_ON:
             return  # of a target: a share of what eager would hold then, which is not known
+        if report.mode == "fast":
+            return  # there chunk_head does as much, in any model
         with contextlib.suppress(*_REFUSED):
             program = in_chunks(self.finished.program, self.native)
             if program is None:

@@ -111,17 +111,8 @@ class Contents:
     def _part(self, layer: WriteLayer, region: Region) -> Symbol:
         own, item = layer.region, layer.region.dtype.itemsize
         distance = region.offset * region.dtype.itemsize - own.offset * item
-        kind, *inside = self._table.expression(layer.symbol)
-        if kind == "part" and tuple(inside[5:]) == _place(replace(own, offset=0)):
-            # A copy of a part, in the same geometry: what is seen of it is seen of the whole, so far from its begin.
-            value, dtype, shape, stride, before = inside[:5]
-            assert isinstance(value, int)
-            assert isinstance(before, int)
-            if (dtype, shape, stride, before + distance) == (region.dtype, region.shape, region.stride, 0):
-                return value
-            geometry = (dtype, shape, stride, before + distance, *_place(replace(region, offset=0)))
-            return self._table.of("part", value, *geometry)
         look = (own.dtype, own.shape, own.stride, distance, *_place(replace(region, offset=0)))
+        kind, *inside = self._table.expression(layer.symbol)
         if kind == "average":  # a part of it is the average of the parts
             return self._table.of("average", self._table.of("part", inside[0], *look))
         return self._table.of("part", layer.symbol, *look)

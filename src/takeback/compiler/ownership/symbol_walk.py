@@ -135,6 +135,8 @@ class SymbolWalk:
         self.made.append((made, op))
         if op.expected is not None:
             self.held.append(made)
+        if facts.copies and self._copied_whole(op):
+            return
         copied = self._copied(op) if facts.copies else None
         writes: list[tuple[Region, Symbol]] = []
         for place, region in _numbered(op.results):
@@ -208,6 +210,19 @@ class SymbolWalk:
         if isinstance(argument, float):
             return ("float", argument.hex())
         return ("object", id(argument))
+
+    def _copied_whole(self, op: Op) -> bool:
+        """Whether a copy is of a whole buffer, byte by byte: then it holds what that one holds, in the same places."""
+        source, result = op.args[0], op.results[0]
+        assert isinstance(source, Region)
+        assert isinstance(result, Region)
+        held = self.contents.layers(source.buffer)
+        whole = self.contents.is_whole(source) and self.contents.is_whole(result)
+        if not held or not whole or not source.same_place(result) or op.mutates:
+            return False
+        moved = (replace(layer, region=replace(layer.region, buffer=result.buffer)) for layer in held)
+        self.contents.replace(result.buffer, tuple(moved))
+        return True
 
     def _copied(self, op: Op) -> Symbol | None:
         """The value that a copy is a copy of."""

@@ -17,7 +17,7 @@ import torch
 
 from takeback.compiler.passes.cost import operations
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Role
+from takeback.compiler.program import Argument, Buffer, BufferId, Op, Phase, Program, Region, Role
 
 aten = torch.ops.aten
 
@@ -44,6 +44,8 @@ class _Wider:
 
     def look(self, region: Region) -> Region | None:
         """The same elements where they are now; None where they are not on a grid of rows and columns."""
+        if self.columns == self.old:  # only rows were added, at the end
+            return replace(region, buffer=self.buffer)
         stride: list[int] = []
         inside = region.offset % self.old
         for extent, step in zip(region.shape, region.stride, strict=True):
@@ -78,6 +80,8 @@ class _Aligning:
         found: list[Op] = []
         for op in self._program.ops:
             found += self._product(op) if self._is_odd(op) else [op.map(reads=self._now, writes=self._now)]
+            if op.mutates:  # what was padded is not what is there now
+                self._padded = {key: new for key, new in self._padded.items() if key[0].buffer not in op.mutates}
         return found
 
     def _now(self, region: Region) -> Region:
@@ -108,8 +112,9 @@ class _Aligning:
         assert isinstance(a, Region)
         assert isinstance(b, Region)
         assert isinstance(result, Region)
-        free = result.buffer not in self._named and result.buffer not in self._written
         rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
+        free = result.buffer not in self._named and result.buffer not in self._written
+        free &= not first or _is_row(op.args[0], columns)
         wide = _up(columns) if free and self._can_widen(result, _up(columns)) else columns
         high = _up(rows) if free else rows
         deep = _up(inner)
@@ -133,7 +138,7 @@ class _Aligning:
 
     def _can_widen(self, result: Region, columns: int) -> bool:
         wider = _Wider(result.buffer, result.shape[1], columns)
-        return all(wider.look(r) is not None for r in self._looks[result.buffer])
+        return all(r.dtype == result.dtype and wider.look(r) is not None for r in self._looks[result.buffer])
 
     def _pad(self, region: Region, shape: tuple[int, int], op: Op, made: list[Op]) -> Region:
         """A factor with these extents, the new ones full of zeros."""
@@ -182,6 +187,11 @@ def _turn(region: Region) -> Region:
 
 def _is_plain(region: Region) -> bool:
     return len(region.shape) == 2 and 1 in region.stride and all(n > 1 for n in region.shape)
+
+
+def _is_row(added: Argument, columns: int) -> bool:
+    """Whether what is added to a product is one number for each column: nothing is stretched by the padding."""
+    return isinstance(added, Region) and added.shape == (columns,)
 
 
 def _is_whole(region: Region, buffers: dict[BufferId, Buffer]) -> bool:

@@ -54,7 +54,7 @@ def _functional(op: Op, buffers: dict[BufferId, Buffer]) -> OpOverload | None:
     if found is None or torch.Tag.pointwise not in found.tags or torch.Tag.nondeterministic_seeded in found.tags:
         return None
     if schema_of(found).signature != schema_of(target).signature:
-        return None  # a namesake: pow_.Scalar raises a tensor to a number, pow.Scalar a number to a tensor
+        return None  # pow_.Scalar has a number for an exponent, pow.Scalar one for a base
     # An in-place op keeps the dtype of its operand, a functional one may promote.
     if any(isinstance(a, Region) and a.dtype != onto.dtype for a in op.args[1:]):
         return None

@@ -24,6 +24,7 @@ from takeback.compiler.passes.thin import BackwardGroup, made_again
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
 _MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
+_SOON = 8  #: ops; over fewer nothing is gained by not waiting
 _SMALL = 8  #: a result that is so many times smaller than what it is made of lives longer at no price
 
 
@@ -87,7 +88,8 @@ def _in_place(
             continue
         made = {r.buffer for op in run for r in op.outputs}
         leaving = {b for b in made if b in named or readers.get(b, set()) - {number}}
-        ops.append(clustered(run, program.buffers, leaving.__contains__))
+        if leaving or any(op.mutates for op in run):  # else nobody asks for anything of it
+            ops.append(clustered(run, program.buffers, leaving.__contains__))
     return replace(program, ops=tuple(ops))
 
 
@@ -115,9 +117,9 @@ class _Grouping:
         self.found = self._groups
 
     def _outside(self, position: int, op: Op) -> None:
+        self._after_writes(op)
         for r in op.inputs:
             self._close_maker(r.buffer)
-        self._before_read(op)
         self._before_write(op.mutates, None)
         for r in op.outputs:
             self._made_at.setdefault(r.buffer, position)
@@ -127,8 +129,8 @@ class _Grouping:
         if group is not None:
             group.is_open = False
 
-    def _before_read(self, op: Op) -> None:
-        """What writes in place comes before whoever reads that now."""
+    def _after_writes(self, op: Op) -> None:
+        """What writes in place what an op reads comes before it."""
         read = {r.buffer for r in op.inputs}
         for group in self._groups:
             if group.is_open and group.writes & read:
@@ -143,7 +145,7 @@ class _Grouping:
                     group.is_open = False
 
     def _fusible(self, position: int, op: Op) -> None:
-        self._before_read(op)
+        self._after_writes(op)
         sources: dict[int, OpGroup] = {}
         for r in op.inputs:
             maker = self._of.get(r.buffer)
@@ -153,7 +155,7 @@ class _Grouping:
                 maker.is_open = False  # what is written in place, or seen through windows, has bytes
             else:
                 sources[id(maker)] = maker
-        joined = self._joined([g for g in sources.values() if g.is_open], op)
+        joined = self._joined([g for g in sources.values() if g.is_open], position, op)
         if joined is None:
             joined = self._late(op)
         if joined is None:
@@ -166,12 +168,12 @@ class _Grouping:
                 self._of[r.buffer], self._whole[r.buffer] = joined, r
                 self._made_at[r.buffer] = position
 
-    def _joined(self, sources: list[OpGroup], op: Op) -> OpGroup | None:
+    def _joined(self, sources: list[OpGroup], position: int, op: Op) -> OpGroup | None:
         """The open groups that make an op's operands, as one; those that would make it too large are left."""
         fitting: list[OpGroup] = []
         total = 1
         for group in sorted(sources, key=lambda g: -g.at):
-            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, op):
+            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, position, op):
                 fitting.append(group)
                 total += len(group.members)
             else:
@@ -189,9 +191,11 @@ class _Grouping:
             self._groups.remove(other)
         return first
 
-    def _over_the_turn(self, group: OpGroup, op: Op) -> bool:
-        """Whether a group of the forward would wait for the backward with more bytes than it makes."""
+    def _over_the_turn(self, group: OpGroup, position: int, op: Op) -> bool:
+        """Whether a group of the forward would wait long for the backward, with more bytes than it makes."""
         if op.phase is Phase.FORWARD or self._ops[group.at].phase is not Phase.FORWARD:
+            return False
+        if position - group.at <= _SOON:
             return False
         return self._size(group.reads - group.made) > self._size(group.made)
 
@@ -209,6 +213,8 @@ class _Grouping:
             return None
         taken, given = max((_bytes(r) for r in op.inputs), default=0), sum(_bytes(r) for r in op.outputs)
         if given * _SMALL > taken:
+            return None
+        if any(other.writes & read for other in self._groups):
             return None
         for r in op.inputs:
             b = r.buffer

@@ -67,7 +67,7 @@ def why_not(op: Op, program: Program) -> str | None:
     pointwise = torch.Tag.pointwise in target.tags and name not in _NOT_GOOD
     if not (pointwise or target in COPY or target in FILL or name in _KNOWN):
         return "it computes more than it moves, or is not known"
-    if op.mutates and not (name in _NORMS_THAT_WRITE and _writes_statistics(op)):
+    if op.mutates and not (name in _NORMS_THAT_WRITE and _writes_statistics(op, program)):
         return "it writes into bytes that are there already"
     if any(_reads_anew(arg) for arg in (*op.args, *op.kwargs.values())):
         return "a number is read anew in each step"
@@ -86,10 +86,12 @@ def why_not(op: Op, program: Program) -> str | None:
     return None
 
 
-def _writes_statistics(op: Op) -> bool:
-    """A training norm, which writes its running statistics and nothing else."""
+def _writes_statistics(op: Op, program: Program) -> bool:
+    """A training norm, which writes its running statistics and nothing else. They are somebody's: what a cluster makes
+    and writes again it would have to hand out half-way."""
     statistics = {r.buffer for r in op.args[3:5] if isinstance(r, Region)}
-    return bool(op.args[5]) and set(op.mutates) <= statistics
+    borrowed = all(program.buffers[b].role.borrowed for b in op.mutates)
+    return bool(op.args[5]) and borrowed and set(op.mutates) <= statistics
 
 
 def _reads_anew(arg: Argument) -> bool:

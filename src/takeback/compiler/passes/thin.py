@@ -161,6 +161,7 @@ class _LeastKept:
             renamed: dict[BufferId, BufferId] = {}
             for r in op.outputs:
                 ident = BufferId(len(buffers))
+                assert ident not in buffers
                 buffers[ident] = replace(buffers[r.buffer], id=ident, name="")
                 renamed[r.buffer] = ident
             again = op.map(reads=renaming(copies), writes=renaming(renamed))

@@ -223,7 +223,7 @@ class _AllocatorEmitter(Emitter):
 
         single = gives_one(target)
         names = receive(op.results[0]) if single else "".join(f"{receive(r)}, " for r in op.results)
-        lines = [f"{names} = {call}"]
+        lines = [f"{names} = {call}" if names else call]  # a cluster may only write in place
         if "_" in names:
             lines.append("_ = None")
         for name, r in made:

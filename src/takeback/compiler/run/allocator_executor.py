@@ -142,9 +142,6 @@ class AllocatorExecutor(Executor):
         if self._bound is not None and self._bound.watched:
             self._meter.begin()
 
-    def _enter_(self, *, log: bool) -> None:
-        self.kernels.aside = self._aside
-
     def _compute_(self, batch: list[torch.Tensor]) -> None:
         assert self._bound is not None
         before = self._meter.requests() if self._bound.watched else 0

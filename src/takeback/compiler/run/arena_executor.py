@@ -133,7 +133,6 @@ class ArenaExecutor(Executor):
             self._cell.view[0] = position
 
     def _enter_(self, *, log: bool) -> None:
-        self.kernels.aside = self._aside
         self._cell.view[0] = -1
         if self._script is not None:
             self._script.enter(log=log)

@@ -7,6 +7,7 @@ step does not get that far.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -55,7 +56,7 @@ class Executor:
             undo_bytes=undo_bytes(self.program),
             kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
             group=group,
-            counters=self.counters if measured else None,
+            counters=self.counters if measured and not self.kernels.compared else None,
         )
 
     @property
@@ -112,6 +113,10 @@ class Executor:
     def _prepare_(self, *, log: bool) -> None:
         raise NotImplementedError
 
+    def _aside(self) -> contextlib.AbstractContextManager[None]:
+        """What is allocated in here is nothing that the step asks for."""
+        raise NotImplementedError
+
     def _enter_(self, *, log: bool) -> None:
         """Called when the step begins."""
 
@@ -151,8 +156,11 @@ class Executor:
         mode = torch.is_grad_enabled()
         with Transaction() as step:
             self._save_(step, batch)
+            step.at_end(self.kernels.rest_)  # they outlive this executor
+            self.kernels.aside = self._aside
             step.at_end(self._leave_)
             self._enter_(log=log)
+            self.kernels.compared = False
             step.compute()
             self._compute_(batch)
             if inspect is not None:

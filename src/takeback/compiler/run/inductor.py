@@ -40,27 +40,35 @@ class NotCompiled(Exception):
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
     try:
-        return _compile(cluster, device)
+        # The step may be called under autocast, whose casts are ops of the cluster: they are not to be made again.
+        with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch's own affairs: where they are errors nothing would compile
+            return _compile(cluster, device)
     except Exception as error:  # whatever it is, eager's kernels do the same
-        said = str(error).strip().splitlines()
-        raise NotCompiled(f"{type(error).__name__}: {said[0] if said else 'no message'}") from error
+        raise NotCompiled(in_a_line(error)) from error
+
+
+def in_a_line(error: Exception) -> str:
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0] if said else 'no message'}"
 
 
 def _compile(cluster: Cluster, device: torch.device) -> Compiled:
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def compute(*operands: torch.Tensor) -> list[torch.Tensor]:
         found = run_ops(cluster, operands, plainly)
         return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
 
-    mode = FakeTensorMode()
-    with warnings.catch_warnings(), mode, torch.no_grad():
-        warnings.simplefilter("ignore")
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for one
+    with mode, torch.no_grad():
         operands = [_fake(region, device) for region in cluster.inputs]
         graph = make_fx(compute, decomposition_table=select_decomp_table())(*operands)
     # Without this Inductor takes the strides of a result for its own affair.
@@ -68,8 +76,8 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
     known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
-    with warnings.catch_warnings(), V.set_fake_mode(mode), config.patch(known), torch.no_grad():
-        warnings.simplefilter("ignore")
+    told = tracing(TracingContext(mode))
+    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 

@@ -15,25 +15,28 @@ import torch
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
-from takeback.compiler.run.inductor import NotCompiled, compile_cluster, straight
+from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
 
+NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
+
 
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("_call", "_kernels", "changed_at", "cluster", "note", "tried")
+    __slots__ = ("_call", "_compiled", "_kernels", "changed_at", "cluster", "note", "tried")
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
-        self.note: str | None = "it has not been compiled yet"  #: why eager's kernels run; None if others do
+        self.note: str | None = NOT_COMPILED_YET  #: why eager's kernels run; None if others do
         self.tried = False  #: to compile it
         self.changed_at = 0  #: the change of the step's kernels that brought this one
         self._kernels = kernels
         self._call: Call = eagerly(cluster)
+        self._compiled: Call | None = None
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._kernels.plain:
@@ -45,15 +48,40 @@ class ClusterKernel:
         """From now on this one runs, if it is right where it is used first."""
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            self._kernels.compared = True
+            fitting = compiled
             with self._kernels.aside():
-                fitting = shaped(self.cluster, compiled, operands)
-                wrong = what_is_wrong(self.cluster, fitting, operands)
-            self._call, self.note = (straight(fitting), None) if wrong is None else (eagerly(self.cluster), wrong)
-            return self._call(operands)
+                try:
+                    fitting = shaped(self.cluster, compiled, operands)
+                    wrong = what_is_wrong(self.cluster, fitting, operands)
+                except Exception as error:  # a kernel that does not start, a comparison that finds no room
+                    wrong = f"it failed where it was compared ({in_a_line(error)})"
+            right: Call = straight(fitting) if wrong is None else eagerly(self.cluster)
+            self._call, self.note = right, wrong
+            if wrong is None:
+                return right(operands)
+            self._change_()
+            with self._kernels.aside():  # the plan may know what the other one asked for
+                return right(operands)
 
-        self.tried, self._call, self.note = True, first, "it has not been used yet"
+        if compiled is not self._compiled:
+            self._change_()
+        self.tried, self._call, self.note, self._compiled = True, first, NOT_USED_YET, compiled
+
+    def _change_(self) -> None:
+        """Another kernel runs from now on: what the one before asked for is not what this one does."""
         self._kernels.changes += 1
         self.changed_at = self._kernels.changes
+
+    def prove_again_(self) -> None:
+        """Where it is used next it is compared once more."""
+        if self.note is None and self._compiled is not None:
+            self.use_(self._compiled)
+
+    @property
+    def waits(self) -> bool:
+        """Whether eager's kernels run for now only."""
+        return self.note in (NOT_COMPILED_YET, NOT_USED_YET)
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
@@ -65,9 +93,14 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._known: dict[str, ClusterKernel] = {}
-        self.changes = 0  #: how often other kernels have taken the place of eager's
+        self.changes = 0  #: how often a cluster has got another kernel
+        self.compared = False  #: one was used for the first time in this replay, and compared: that takes memory
         self.plain = False  #: eager's kernels run, whatever there is
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
+
+    def rest_(self) -> None:
+        """No executor runs."""
+        self.aside = contextlib.nullcontext
 
     def of(self, cluster: Cluster) -> ClusterKernel:
         if cluster.key not in self._known:

@@ -19,7 +19,7 @@ from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Plan
-from takeback.compiler.run.proof import differing, keep
+from takeback.compiler.run.proof import differing, in_words, keep
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.replayed_step import Results, given_results
 from takeback.compiler.run.transaction import Transaction
@@ -132,8 +132,9 @@ class MicrobatchBesideEager(BesideEager):
             put_back_()
             micro.put_back_()
             raise VerifyError(
-                f"the microbatch of a plan was compared with eager, and {different[0]} has other bits. The call was "
-                f"taken back: model, optimizer and gradients are as before it. {advice(self.executor.program)}"
+                f"the microbatch of a plan was compared with eager, and {different[0]} "
+                f"{in_words(self.proof.measure)}. The call was taken back: model, optimizer and gradients are as "
+                f"before it. {advice(self.executor.program, self.proof.measure)}"
             )
         return out
 

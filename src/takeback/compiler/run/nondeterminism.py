@@ -13,6 +13,8 @@ _UNSTEADY = (
     *("replication_pad", "kthvalue", "bincount", "histc", "median"),
 )
 
+WAY_OUT = "mode='fast' asks for no bits: it compares results within rounding, and is what mode='auto' takes on CUDA."
+
 
 def nondeterminism(program: Program, *, seen: bool = False) -> str:
     """Advice for a step on CUDA; nothing for one on the CPU. `seen`: two plain runs of eager did differ."""
@@ -31,9 +33,10 @@ def nondeterminism(program: Program, *, seen: bool = False) -> str:
     ]
     if found:
         said.append(f"Ops of this step that may do so: {', '.join(list(found)[:4])}.")
+    said.append(WAY_OUT)
     said.append(
-        "Set torch.backends.cudnn.deterministic = True, or torch.use_deterministic_algorithms(True) with "
-        "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, before the first step."
+        "For eager's bits set torch.backends.cudnn.deterministic = True, or torch.use_deterministic_algorithms(True) "
+        "with CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, before the first step."
     )
     if any("cudnn_attention_backward" in op.name for op in program.ops):
         said.append("cuDNN's attention has no backward that repeats: torch.backends.cuda.enable_cudnn_sdp(False).")

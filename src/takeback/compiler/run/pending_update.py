@@ -23,7 +23,7 @@ from takeback.compiler.run.asked import Divisor
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.pending import unplain
 from takeback.compiler.run.plan_maker import PlanMaker
-from takeback.compiler.run.proof import Proof, differing, keep, same
+from takeback.compiler.run.proof import Proof, differing, in_words, keep, same
 from takeback.compiler.run.recording import recorder
 from takeback.compiler.run.replayed_step import ReplayedStep
 from takeback.compiler.run.snapshot import Snapshot
@@ -212,7 +212,8 @@ class PendingUpdate:
             different = ("the norm of the gradients", *different)
         if different:
             raise VerifyError(
-                f"the update of a plan was compared with eager, and {different[0]} has other bits. The model and "
-                f"optimizer hold eager's result. {advice(plan.executor.program)}"
+                f"the update of a plan was compared with eager, and {different[0]} "
+                f"{in_words(self._proof.measure)}. The model and optimizer hold eager's result. "
+                f"{advice(plan.executor.program, self._proof.measure)}"
             )
         return expected

@@ -158,7 +158,7 @@ class PlanMaker:
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
-        if searched:  # kernels for other shapes are compiled once these have come up often enough
+        if searched and self.fast:  # kernels for other shapes are compiled once these have come up often enough
             self.work.begin(Doing.KERNELS)
             self.kernels.compile_(planned.layout.program, self.work.tell)
         self.work.begin(Doing.WRITING)

@@ -80,6 +80,11 @@ def differing(measure: Measure, expected: Mapping[str, Kept], found: Mapping[str
     )
 
 
+def in_words(measure: Measure) -> str:
+    """What is wrong with something that differs."""
+    return "has other bits" if isinstance(measure, Bits) else "is further off than rounding explains"
+
+
 def _norm(tensor: torch.Tensor) -> float:
     norm = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.promote_types(tensor.dtype, torch.float32)))
     return norm if math.isfinite(norm) else 0.0

@@ -117,8 +117,8 @@ class RecordedStep:
         if sibling is not None and got.program.device_type == "cpu" and not grouped:
             return got
         self.work.begin(Doing.PROVING)
-        more = map(repr, (self.recipe.clip_norm, self.scaling is not None, self.subject.accumulate, watched is None))
-        key = self.proofs.key_of(got.program, *more) if not grouped else None
+        how = (self.measure, self.recipe.clip_norm, self.scaling is not None, self.subject.accumulate, watched is None)
+        key = self.proofs.key_of(got.program, *map(repr, how)) if not grouped else None
         if key in self.proofs:
             got = replace(got, notes=(*got.notes, _PROVED_EARLIER))
         else:

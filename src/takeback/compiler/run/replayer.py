@@ -56,12 +56,15 @@ class Replayer:
         if due:
             # What is compared is whether the plan computes what eager does, with eager's kernels; each generated kernel
             # is compared by itself when it is first used (run/kernels.py).
-            executor, counters = plan.executor, plan.executor.counters
+            executor, counters, again = plan.executor, plan.executor.counters, plan.is_proved
             executor.kernels.plain = True
             try:
                 self._proved(plan, checked)
             finally:
                 executor.kernels.plain = False
+                if again:
+                    for kernel in executor.kernels.in_program(executor.program):
+                        kernel.prove_again_()
                 if self._maker.fast:  # what eager's kernels asked for is not what the plan's do
                     executor.counters = counters
         else:

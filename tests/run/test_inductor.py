@@ -1,0 +1,112 @@
+"""The handoff to Inductor, with the real one: kernels that are right, in recorded strides, found again in its cache."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import takeback as tb
+from harness import eager_step
+from takeback import zoo
+from takeback.compiler.program import Cluster
+from takeback.compiler.run import kernels
+from takeback.compiler.run.inductor import Compiled, NotCompiled, compile_cluster
+from takeback.compiler.run.kernels import ClusterKernel
+from takeback.options import cache_dir
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "short_search"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the tests' own cache, beside takeback's: C++ is compiled once."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def kernels_of(step: tb.CompiledStep) -> list[ClusterKernel]:
+    assert step._last is not None
+    return step._last.executor.kernels.in_program(step._last.executor.program)
+
+
+def test_step_runs_on_a_generated_kernel_near_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a batch norm, which writes its statistics; for one only, since a compiler takes its time."""
+
+    def one(cluster: Cluster, device: torch.device) -> Compiled:
+        if not cluster.writes:
+            raise NotCompiled("this test waits for one kernel only")
+        return compile_cluster(cluster, device)
+
+    monkeypatch.setattr(kernels, "compile_cluster", one)
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        return (F.gelu(m(x)) @ m[0].weight).square().mean()
+
+    (model, optimizer), (twin, plain) = build(), build()
+    step = tb.compile_step(model, loss_fn, optimizer, mode="fast", memory="keep")
+    batch = (torch.randn(32, 8),)
+    for _ in range(4):
+        torch.testing.assert_close(step(*batch), eager_step(twin, loss_fn, plain, batch, {}))
+        twin.zero_grad()
+    torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    [kernel] = [k for k in kernels_of(step) if k.cluster.writes]
+    assert kernel.note is None
+
+
+def test_failure_of_the_compiler_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from takeback.compiler.run import inductor
+
+    def fails(cluster: object, device: object) -> None:
+        raise RuntimeError("\n  C++ compile error\nand a thousand lines")
+
+    monkeypatch.setattr(inductor, "_compile", fails)
+    with pytest.raises(NotCompiled, match=r"^RuntimeError: C\+\+ compile error$"):
+        compile_cluster(None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["keep", "min"])
+@pytest.mark.parametrize("name", ["gpt", "resnet", "mlp"])
+def test_model_of_the_zoo_trains_on_generated_kernels(name: str, memory: str) -> None:
+    ours, eager = zoo.case(name), zoo.case(name)
+    step = tb.compile_step(ours.model, ours.loss_fn, ours.optimizer, mode="fast", memory=memory, verify_every=2)
+    for i in range(6):
+        torch.manual_seed(i)
+        loss = step(*ours.batch)
+        torch.manual_seed(i)
+        expected = eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch, {})
+        torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+        eager.model.zero_grad()
+    assert [k.note for k in kernels_of(step) if k.note] == []
+
+
+@pytest.mark.slow
+def test_results_of_one_cluster_have_bytes_of_their_own() -> None:
+    """Two equal results, and one that is its operand again: nobody may hand out the same bytes twice."""
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        y = m(x)
+        a, b, c = y.tanh(), y.tanh(), y.clone()
+        return (a @ x.t()).mean() + (b @ x).mean() + (c.mul(1) @ x).mean()
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), mode="fast", memory="keep")
+    x = torch.randn(16, 16)
+    for _ in range(4):
+        expected = loss_fn(model, x).detach()
+        torch.testing.assert_close(step(x), expected)
+    assert all(k.note is None or "shares its bytes" in k.note for k in kernels_of(step))
