@@ -151,8 +151,11 @@ class _Grouping:
             maker = self._of.get(r.buffer)
             if maker is None or not maker.is_open:
                 continue
-            if r.buffer in op.mutates or path(self._whole[r.buffer], r) is None:
-                maker.is_open = False  # what is written in place, or seen through windows, has bytes
+            if r.buffer in op.mutates:
+                maker.is_open = False  # what is written in place has bytes
+                continue
+            if path(self._whole[r.buffer], r) is None:
+                maker.is_open = False
             else:
                 sources[id(maker)] = maker
         joined = self._joined([g for g in sources.values() if g.is_open], position, op)
