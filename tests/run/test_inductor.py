@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the tests' own cache, beside takeback's: C++ is compiled once."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_dir().with_name("inductor")))
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
