@@ -42,7 +42,7 @@ _KNOWN = frozenset(
     )
 )
 #: Pointwise by torch's word, and not what a generated kernel is good at.
-_NOT_GOOD = frozenset(("pow_", "polygamma", "igamma", "igammac", "zeta"))
+_NOT_GOOD = frozenset(("polygamma", "igamma", "igammac", "zeta"))
 _NORMS_THAT_WRITE = frozenset(("native_batch_norm", "cudnn_batch_norm"))
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DTYPES = frozenset((*_FLOATS, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
