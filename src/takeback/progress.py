@@ -33,8 +33,8 @@ class Doing(StrEnum):
     MEASURING = "measuring this machine"
     CHOOSING = "choosing what to rebuild"
     PLACING = "placing values"
-    KERNELS = "compiling kernels"
     WRITING = "writing the plan's code"
+    KERNELS = "compiling kernels"
 
 
 class Work:

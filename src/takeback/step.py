@@ -144,7 +144,7 @@ class CompiledStep:
 
     def _check_mode(self) -> None:
         check_not_compiled()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if self._maker.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError("a compiled step cannot be captured in a CUDA graph: its update's numbers are Python's.")
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under torch.inference_mode(), where nothing can be trained.")

@@ -1001,7 +1001,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: in fuse, a group stays open when what it reads is written",
         "compiler/passes/fuse.py",
-        "if group.is_open and group is not mine and (group.reads | group.writes) & written:",
+        "if group is not mine and (group.reads & written or group.writes & written):",
         "if group.is_open and group is not mine and group.writes & written:",
         ("tests/passes/test_fuse.py::test_op_is_not_moved_past_a_write_of_what_it_reads",),
     ),

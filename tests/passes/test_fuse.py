@@ -299,3 +299,14 @@ def test_every_op_that_is_left_out_has_a_reason() -> None:
     for op in program.ops:
         reason = why_not(op, program)
         assert reason is None or reason.split()[0] in ("it", "a", "an", "its")
+
+
+def test_each_part_of_a_loss_is_one_cluster_from_its_logits_to_their_gradient() -> None:
+    """Neither the sum over the parts nor the turn from forward to backward stands between its ops."""
+    torch.manual_seed(0)
+    batch = torch.randn(64, 8), torch.randint(96, (64,))
+    program = recorded(nn.Linear(8, 96), lambda m, x, y: F.cross_entropy(m(x), y), *batch)
+    draft = run_passes(program, settings=FAST)
+    parts = [names(op) for op in draft.program.ops if "_log_softmax" in names(op)]
+    assert len(parts) > 1
+    assert all("_log_softmax_backward_data" in part for part in parts)

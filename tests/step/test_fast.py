@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -303,14 +304,35 @@ def test_kernel_that_is_interrupted_leaves_the_step_undone(monkeypatch: pytest.M
     assert interrupted >= 2
 
 
-def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def _turning_wrong(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Kernels that are right until the flag is set."""
     wrong = [False]
 
     def compile_cluster(cluster: Cluster, device: torch.device) -> Any:
         right = eagerly(cluster)
-        return lambda operands: [r.mul_(3) if wrong[0] and r.is_floating_point() else r for r in right(operands)]
+        return lambda operands: [r.mul(3) if wrong[0] and r.is_floating_point() else r for r in right(operands)]
 
     monkeypatch.setattr(kernels, "compile_cluster", compile_cluster)
+    return wrong
+
+
+@pytest.mark.usefixtures("eagers_kernels")
+def test_kernels_go_with_the_last_plan_that_uses_them() -> None:
+    pair = Pair()
+    for count in (8, 12):
+        for i in range(3):
+            pair.step(*rows(i, count))
+    _, first = pair.step._plans
+    pair.step._plans.drop_(first)
+    del first
+    gc.collect()
+    known, used = pair.step._maker.kernels._known, pair.step._maker.kernels.in_program(_program(pair))
+    assert used
+    assert {k.cluster.key for k in used} == set(known)
+
+
+def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = _turning_wrong(monkeypatch)
     pair = Pair()
     for i in range(5):
         pair.advance(rows(i), i)
@@ -320,13 +342,7 @@ def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.Monk
 
 
 def test_kernel_that_becomes_wrong_is_found_and_left_where_steps_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [False]
-
-    def compile_cluster(cluster: Cluster, device: torch.device) -> Any:
-        right = eagerly(cluster)
-        return lambda operands: [r.mul(3) if wrong[0] and r.is_floating_point() else r for r in right(operands)]
-
-    monkeypatch.setattr(kernels, "compile_cluster", compile_cluster)
+    wrong = _turning_wrong(monkeypatch)
     pair = Pair(verify_every=4)
     for i in range(6):
         pair.advance(rows(i), i)

@@ -111,6 +111,16 @@ class Region:
             expected *= extent
         return True
 
+    @property
+    def contiguous(self) -> bool:
+        """True if the elements lie one after the other, the last dimension running fastest."""
+        expected = 1
+        for extent, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if extent != 1 and step != expected:
+                return False
+            expected *= extent
+        return True
+
     def same_place(self, other: Region) -> bool:
         """True if both name the same elements in the same order, whatever buffer they are in."""
         return (

@@ -72,7 +72,7 @@ def _chain(program: Program, uses: _Uses, at: int) -> LossChain | None:
     logs, targets, class_weight, reduction, ignore_index = loss_op.args
     if class_weight is not None or reduction not in (_MEAN, _SUM) or not isinstance(ignore_index, int):
         return None
-    if not isinstance(logs, Region) or not isinstance(targets, Region) or not _plain(targets):
+    if not isinstance(logs, Region) or not isinstance(targets, Region) or not targets.contiguous:
         return None
     softmax = uses.maker(logs)
     if softmax is None or program.ops[softmax].name != "_log_softmax":
@@ -127,13 +127,13 @@ def _operands(product: Op, program: Program) -> tuple[Region, Region, Region | N
         bias, hidden, turned = product.args
     else:
         return None
-    if not isinstance(hidden, Region) or not isinstance(turned, Region) or not _plain(hidden):
+    if not isinstance(hidden, Region) or not isinstance(turned, Region) or not hidden.contiguous:
         return None
     weight = replace(turned, shape=turned.shape[::-1], stride=turned.stride[::-1])
     is_parameter = program.buffers[weight.buffer].role is Role.PARAMETER
-    if not _plain(weight) or not is_parameter or weight.dtype != hidden.dtype:
+    if not weight.contiguous or not is_parameter or weight.dtype != hidden.dtype:
         return None  # under autocast the product's weight is a copy, and what becomes of that is not known here
-    if bias is not None and not (isinstance(bias, Region) and bias.dtype == hidden.dtype and _plain(bias)):
+    if bias is not None and not (isinstance(bias, Region) and bias.dtype == hidden.dtype and bias.contiguous):
         return None
     return hidden, weight, bias
 
@@ -164,22 +164,12 @@ def _below(
     return positions, of_hidden, of_weight, of_bias
 
 
-def _plain(region: Region) -> bool:
-    """Row by row without gaps."""
-    expected = 1
-    for extent, step in zip(reversed(region.shape), reversed(region.stride), strict=True):
-        if extent != 1 and step != expected:
-            return False
-        expected *= extent
-    return True
-
-
 def _by_itself(chain: LossChain, program: Program, uses: _Uses, named: Iterable[BufferId]) -> bool:
     """Whether nobody else reads what only the chain should, and its gradients are as those of a loss in chunks."""
     results = [r for r in (chain.of_hidden, chain.of_weight, chain.of_bias) if r is not None]
     left = {chain.loss.buffer, *(r.buffer for r in results)}
     inner = {r.buffer for i in chain.ops for r in program.ops[i].outputs} - left
-    if not results or inner & set(named) or not all(_plain(r) and r.offset == 0 for r in results):
+    if not results or inner & set(named) or not all(r.contiguous and r.offset == 0 for r in results):
         return False
     if any(program.ops[i].phase is Phase.UPDATE for i in chain.ops):
         return False

@@ -126,25 +126,16 @@ def overwritable_operands(op: Op) -> tuple[int, ...]:
         dim = op.args[1]
         if target in (aten._softmax.default, aten._log_softmax.default):
             last = dim in (-1, len(first.shape) - 1)
-            return _ROWWISE[target] if last and _contiguous(first) else ()
+            return _ROWWISE[target] if last and first.contiguous else ()
         if target in (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default):
             last = op.args[2] in (-1, len(first.shape) - 1)
-            return _ROWWISE[target] if last and _contiguous(first) else ()
-        return _ROWWISE[target] if _contiguous(first) else ()
+            return _ROWWISE[target] if last and first.contiguous else ()
+        return _ROWWISE[target] if first.contiguous else ()
     if torch.Tag.pointwise not in target.tags or torch.Tag.nondeterministic_seeded in target.tags:
         return ()
     if out_overload(target) is not None:
         return tuple(range(len(op.args)))
     return (0,) if inplace_overload(target) is not None else ()
-
-
-def _contiguous(region: Region) -> bool:
-    expected = 1
-    for extent, step in zip(reversed(region.shape), reversed(region.stride), strict=True):
-        if extent != 1 and step != expected:
-            return False
-        expected *= extent
-    return True
 
 
 def geometry_refusal(op: Op, result: Region, operand: Region, buffers: Mapping[BufferId, Buffer]) -> Refused | None:

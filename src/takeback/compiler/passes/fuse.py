@@ -106,6 +106,8 @@ class _Grouping:
         self._made_at: dict[BufferId, int] = {}
         self._written_at: dict[BufferId, int] = {}
         self._groups: list[OpGroup] = []
+        self._open: list[OpGroup] = []  # those of them that may be
+        self._written_inside: set[BufferId] = set()  # in place, by any group
         for position, op in enumerate(program.ops):
             reason = why_not(op, program)
             if reason is None:
@@ -114,7 +116,7 @@ class _Grouping:
                 self._outside(position, op)
             for b in op.mutates:
                 self._written_at[b] = position
-        self.found = self._groups
+        self.found = [group for group in self._groups if group.members]
 
     def _outside(self, position: int, op: Op) -> None:
         self._after_writes(op)
@@ -132,16 +134,20 @@ class _Grouping:
     def _after_writes(self, op: Op) -> None:
         """What writes in place what an op reads comes before it."""
         read = {r.buffer for r in op.inputs}
-        for group in self._groups:
-            if group.is_open and group.writes & read:
-                group.is_open = False
+        if read & self._written_inside:
+            for group in self._still_open():
+                group.is_open = not group.writes & read
+
+    def _still_open(self) -> list[OpGroup]:
+        self._open = [group for group in self._open if group.is_open]
+        return self._open
 
     def _before_write(self, written: Iterable[BufferId], mine: OpGroup | None) -> None:
         """What reads or writes these buffers comes before whoever writes them now."""
         written = set(written)
         if written:
-            for group in self._groups:
-                if group.is_open and group is not mine and (group.reads | group.writes) & written:
+            for group in self._still_open():
+                if group is not mine and (group.reads & written or group.writes & written):
                     group.is_open = False
 
     def _fusible(self, position: int, op: Op) -> None:
@@ -164,7 +170,9 @@ class _Grouping:
         if joined is None:
             joined = OpGroup()
             self._groups.append(joined)
+            self._open.append(joined)
         self._before_write(op.mutates, joined)
+        self._written_inside.update(op.mutates)
         joined.add_(position, op)
         for r in op.outputs:
             if r.buffer not in op.mutates:
@@ -191,7 +199,7 @@ class _Grouping:
             first.writes |= other.writes
             for b in other.made:
                 self._of[b] = first
-            self._groups.remove(other)
+            other.members, other.is_open = [], False
         return first
 
     def _over_the_turn(self, group: OpGroup, position: int, op: Op) -> bool:
@@ -209,15 +217,13 @@ class _Grouping:
         """A closed group that an op with a small result joins: all that it reads is there, as it was."""
         read = {r.buffer for r in op.inputs}
         makers = {id(g): g for g in (self._of.get(b) for b in read) if g is not None and not g.is_open}
-        if len(makers) != 1 or op.mutates or any(g.writes & read for g in self._groups):
+        if len(makers) != 1 or op.mutates or read & self._written_inside:
             return None
         [group] = makers.values()
         if len(group.members) >= _MOST_OPS or self._ops[group.at].phase is not op.phase:
             return None
         taken, given = max((_bytes(r) for r in op.inputs), default=0), sum(_bytes(r) for r in op.outputs)
         if given * _SMALL > taken:
-            return None
-        if any(other.writes & read for other in self._groups):
             return None
         for r in op.inputs:
             b = r.buffer

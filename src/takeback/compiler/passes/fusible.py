@@ -22,8 +22,6 @@ from takeback.compiler.program import (
 )
 from takeback.compiler.schema import schema_of
 
-aten = torch.ops.aten
-
 #: Ops beyond the pointwise ones, copies and fills.
 _KNOWN = frozenset(
     (

@@ -91,7 +91,8 @@ def rebuilt_norm(op: Op, buffers: dict[BufferId, Buffer]) -> list[Op]:
 
     def new(shape: tuple[int, ...]) -> Region:
         ident = BufferId(max(buffers) + 1)
-        buffers[ident] = replace(buffers[invstd.buffer], id=ident, name="")
+        size = invstd.dtype.itemsize * (shape[0] if shape else 1)
+        buffers[ident] = replace(buffers[invstd.buffer], id=ident, size_bytes=size, name="")
         return Region(ident, invstd.dtype, shape, (1,), 0)
 
     ones = new(invstd.shape)

@@ -7,15 +7,14 @@ forms of its own, because its kernel would update the running statistics a secon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from takeback.compiler.ownership.facts import EMPTY
-from takeback.compiler.passes.partial import partial
+from takeback.compiler.passes.partial import partial, rebuilt_norm
 from takeback.compiler.program import (
-    Argument,
     Buffer,
     BufferId,
     Cluster,
@@ -132,35 +131,15 @@ def rebuild(op: Op, device: str, buffers: dict[BufferId, Buffer]) -> tuple[list[
     op = _part(op)
     if op.target in _BATCH_NORMS:
         if device == "cpu":
-            ops = _rebuild_norm(op, buffers, new)
-            [old], made = rebuild_gives(op, device), next(regions(ops[-1].results))
-            return ops, {old.buffer: made.buffer}
+            # One pass, no statistics, and the running ones untouched: the kernel for evaluation scales by the very
+            # number that the one for training did (tests/passes/test_rebuildable.py).
+            [old] = rebuild_gives(op, device)
+            size = buffers[old.buffer].size_bytes
+            made = new(old, size)
+            *before, last = rebuilt_norm(replace(op, results=(made, *op.results[1:])), buffers)
+            return [*before, replace(last, scratch=(Scratch(size, 0, None, made.buffer),))], {old.buffer: made.buffer}
         # The kernel for training once more, with no running statistics to update (checked on an H200, all layouts).
         op = replace(op, args=(*op.args[:3], None, None, *op.args[5:]), mutates=())
     outputs = {r.buffer: r for r in op.outputs}
     copies = {b: new(r, buffers[b].size_bytes).buffer for b, r in outputs.items()}
     return [op.map(writes=renaming(copies))], copies
-
-
-def _rebuild_norm(op: Op, buffers: Mapping[BufferId, Buffer], new: Callable[[Region, int], Region]) -> list[Op]:
-    """A training batch norm's result, from the mean and inverse deviation it saved: one pass, no statistics, and the
-    running ones untouched. With invstd * weight for a weight, 1 for a variance and 0 for eps, the kernel for
-    evaluation scales by the very number that the one for training did (tests/passes/test_rebuildable.py)."""
-    x, weight, bias = op.args[:3]
-    out, mean, invstd = op.results
-    assert isinstance(out, Region)
-    assert isinstance(invstd, Region)
-    size = buffers[invstd.buffer].size_bytes
-    plain = replace(op, mutates=(), kwargs={}, scratch=(), grad_mode=False)
-    ones = new(invstd, size)
-    ops = [replace(plain, target=aten.ones_like.default, args=(invstd,), results=(ones,))]
-    scale: Argument = invstd
-    if isinstance(weight, Region):
-        scale = new(invstd, size)
-        ops.append(replace(plain, target=aten.mul.Tensor, args=(invstd, weight), results=(scale,)))
-    result = new(out, buffers[out.buffer].size_bytes)
-    nothing = [new(replace(invstd, shape=(0,), stride=(1,)), 0) for _ in range(2)]
-    args = (x, scale, bias, mean, ones, False, 0.0, 0.0)
-    scratch = (Scratch(buffers[out.buffer].size_bytes, 0, None, result.buffer),)
-    ops.append(replace(plain, args=args, results=(result, *nothing), scratch=scratch))
-    return ops

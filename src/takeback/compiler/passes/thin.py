@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import networkx  # type: ignore[import-untyped]
 import torch
 
 from takeback.compiler.geometry import path
@@ -103,6 +102,8 @@ class _LeastKept:
 
     def _cheapest(self, wanted: set[BufferId]) -> set[BufferId]:
         """The values that are kept besides: a smallest cut between what is wanted and what nobody can make again."""
+        import networkx  # type: ignore[import-untyped]  # mode exact does without
+
         graph = networkx.DiGraph()
         source, sink = "wanted", "made once"
         graph.add_nodes_from((source, sink))

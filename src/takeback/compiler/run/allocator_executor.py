@@ -20,7 +20,6 @@ from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_val
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
-from takeback.errors import CaptureError
 from takeback.parallel import Reducer
 
 _LEAST_SHARE = 0.002  #: of the peak: scratch that differs by less from what was recorded needs no new layout
@@ -107,8 +106,6 @@ class AllocatorExecutor(Executor):
     # -- the step --------------------------------------------------------------------------------------------------
 
     def _prepare_(self, *, log: bool) -> None:
-        if self.program.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise CaptureError("a compiled step cannot be captured in a CUDA graph: its update's numbers are Python's.")
         self.release_()
         if self._bound is not None and self._bound.watched == log:
             return

@@ -4,7 +4,7 @@ or in double precision. What a cluster computes is written down here once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,17 @@ Call = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]  #: what gives the r
 _Made = dict[BufferId, tuple[Region, torch.Tensor]]  #: what was made so far, and in which region
 
 
-def run_ops(cluster: Cluster, operands: Sequence[torch.Tensor], call: Call) -> list[torch.Tensor]:
-    """The results, in whatever strides they come. Operands that the cluster writes are written."""
+def run_ops(
+    cluster: Cluster,
+    operands: Sequence[torch.Tensor],
+    call: Call,
+    last: Mapping[int, Sequence[BufferId]] | None = None,
+) -> list[torch.Tensor]:
+    """The results, in whatever strides they come. Operands that the cluster writes are written. `last`: of
+    `last_reads`, for who runs it often."""
     made: _Made = {}
     inputs = len(cluster.inputs)
-    last = _last_reads(cluster)
+    last = last_reads(cluster) if last is None else last
     for position, op in enumerate(cluster.ops):
         args = tuple(_look(a, operands, made) for a in op.args)
         out = call(op, args, {name: _look(value, operands, made) for name, value in op.kwargs.items()})
@@ -51,7 +57,7 @@ def _look(arg: Argument, operands: Sequence[torch.Tensor], made: _Made) -> Any:
     return [_look(a, operands, made) for a in arg] if isinstance(arg, tuple) else arg
 
 
-def _last_reads(cluster: Cluster) -> dict[int, list[BufferId]]:
+def last_reads(cluster: Cluster) -> dict[int, list[BufferId]]:
     """Which values nobody reads after each op."""
     leaving = {r.buffer for r in cluster.results}
     last: dict[BufferId, int] = {}
@@ -87,8 +93,10 @@ def restrided(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def eagerly(cluster: Cluster) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """The cluster with eager's kernels, each of its values in bytes of its own."""
 
+    last = last_reads(cluster)
+
     def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
-        return as_recorded(run_ops(cluster, operands, plainly), cluster)
+        return as_recorded(run_ops(cluster, operands, plainly, last), cluster)
 
     return run
 

@@ -30,6 +30,7 @@ class Executor:
     def __init__(self, layout: Layout, reducer: Reducer | None = None, kernels: Kernels | None = None) -> None:
         self.layout = layout
         self.kernels = kernels or Kernels(layout.program.device)
+        self._used = self.kernels.in_program(layout.program)
         self._reducer = reducer  #: takes the buckets of gradients as they become complete
         self.program: Program = layout.draft.program
         self.counters = Counters()

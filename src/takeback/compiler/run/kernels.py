@@ -7,6 +7,7 @@ turns out not to be right.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -27,7 +28,7 @@ NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not bee
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("_call", "_compiled", "_kernels", "changed_at", "cluster", "note", "tried")
+    __slots__ = ("__weakref__", "_call", "_compiled", "_kernels", "changed_at", "cluster", "note", "tried")
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
@@ -92,7 +93,8 @@ class Kernels:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[str, ClusterKernel] = {}
+        #: Executors hold theirs: with the last plan that uses it, a kernel goes.
+        self._known: weakref.WeakValueDictionary[str, ClusterKernel] = weakref.WeakValueDictionary()
         self.changes = 0  #: how often a cluster has got another kernel
         self.compared = False  #: one was used for the first time in this replay, and compared: that takes memory
         self.plain = False  #: eager's kernels run, whatever there is
@@ -103,9 +105,10 @@ class Kernels:
         self.aside = contextlib.nullcontext
 
     def of(self, cluster: Cluster) -> ClusterKernel:
-        if cluster.key not in self._known:
-            self._known[cluster.key] = ClusterKernel(cluster, self)
-        return self._known[cluster.key]
+        found = self._known.get(cluster.key)
+        if found is None:
+            found = self._known[cluster.key] = ClusterKernel(cluster, self)
+        return found
 
     def compile_(self, program: Program, tell: Told) -> None:
         """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels."""

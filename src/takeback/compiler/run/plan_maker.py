@@ -158,10 +158,11 @@ class PlanMaker:
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
         numbers = numbers_of(planned.layout.draft.program)
+        self.work.begin(Doing.WRITING)
+        executor = self.executor(planned.layout, family.codes)
         if searched and self.fast:  # kernels for other shapes are compiled once these have come up often enough
             self.work.begin(Doing.KERNELS)
-            self.kernels.compile_(planned.layout.program, self.work.tell)
-        self.work.begin(Doing.WRITING)
+            self.kernels.compile_(executor.program, self.work.tell)
         plan = Plan(
             key=key,
             outline=outline,
@@ -175,7 +176,7 @@ class PlanMaker:
             kernels_seen=self.kernels.changes,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
-            executor=self.executor(planned.layout, family.codes),
+            executor=executor,
             aux_form=got.aux_form,
             has_aux=got.has_aux,
             names=_names(subject),

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from takeback.compiler.capture.batch import map_tensors, tensors_of
+from takeback.compiler.program import Program
 from takeback.errors import CaptureError
 
 # -- by which measure --------------------------------------------------------------------------------------------------
@@ -56,6 +57,7 @@ class Norms:
 #: For a step on generated kernels, each of which has been compared by itself: what finds a wrong operand, or an op
 #: too many. Where bf16 goes through many layers, two right steps differ by some percent.
 NEAR = Norms(relative=0.2, floor=1e-3)
+NEAR_IN_FULL = Norms(relative=0.05, floor=1e-4)  #: of a step that computes nothing in half precision
 
 Measure = Bits | Tolerance | Norms
 GRADIENT = "the gradient of "  #: how the name of a gradient begins
@@ -260,6 +262,13 @@ class Proof:
     def is_due(self, *, proved: bool, replays: int) -> bool:
         """`proved`: the plan has been compared before. `replays`: of the step, this one included."""
         return not proved or self.schedule.again(replays)
+
+    def of(self, program: Program) -> Proof:
+        """For this step: nearer, where nothing is rounded to half precision."""
+        made = (r.dtype for op in program.ops for r in op.outputs)
+        if self.measure != NEAR or any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in made):
+            return self
+        return replace(self, measure=NEAR_IN_FULL)
 
     def samples(self, replays: int) -> bool:
         """Whether the loss of a plan's replay, of which there were so many, is compared with eager's forward."""

@@ -96,7 +96,7 @@ class Replayer:
         maker = self._maker
         beside_eager = BesideEager if micro is None else functools.partial(MicrobatchBesideEager, micro=micro)
         beside = beside_eager(
-            self._proof,
+            self._proof.of(plan.original),
             recipe=maker.recipe if micro is None else maker.microbatch_recipe,
             batch=batch,
             scaling=maker.scaling,
