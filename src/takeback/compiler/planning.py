@@ -12,7 +12,7 @@ Planning decides, and runs nothing: it knows programs, passes and integers, not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from takeback.compiler.layout import Layout, lay_out, transient_bytes
@@ -24,7 +24,7 @@ from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
 from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.plan import PlacingOrder, Solution
-from takeback.compiler.program import BufferId, Cluster, Op, Program, Scratch
+from takeback.compiler.program import BufferId, Cluster, Op, Program, Region, Scratch
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
@@ -92,7 +92,20 @@ class Planned:
     @functools.cached_property
     def added_s(self) -> float:
         rebuilt = self.layout.draft.rebuilt
-        return sum(self.seconds(op) for op in self.layout.program.ops if any(r.buffer in rebuilt for r in op.outputs))
+        return sum(_share(op, rebuilt) * self.seconds(op) for op in self.layout.program.ops)
+
+
+def _share(op: Op, rebuilt: Collection[BufferId]) -> float:
+    """How much of an op is rebuilding: all, nothing, or of a cluster that makes other things too (passes/join.py), what
+    it writes for it."""
+    again = [r for r in op.outputs if r.buffer in rebuilt]
+    if not again or len(again) == len(op.outputs):
+        return float(bool(again))
+    return _moved(again) / max(1, _moved((*op.inputs, *op.outputs)))
+
+
+def _moved(regions: Iterable[Region]) -> int:
+    return sum(r.numel * r.dtype.itemsize for r in regions)
 
 
 def auto_share(device_type: str, options: Options) -> float:
@@ -123,6 +136,7 @@ def settings_for(
         early=options.update == "early",
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),
+        waits=options.memory != "min",
         chooser=Chooser(seconds, options.solve_s, progress),
         notes=() if options.memory == "keep" else notes,
     )
@@ -226,6 +240,9 @@ def _below(
             continue
         lowest = reached if lowest is None else min(lowest, reached)
         if draft.planned_peak_bytes is None or draft.planned_peak_bytes > room:  # the lowest there is was above it
+            if settings.waits and settings.fast:
+                settings = replace(settings, waits=False)
+                continue
             raise MemoryTargetError(wanted, lowest, _impossible(options, wanted, lowest, outside, draft.notes))
         room = draft.planned_peak_bytes - 1
 

@@ -15,7 +15,8 @@ Of the passes it knows what each may change without changing a value, and shares
     align                       zeros that nobody reads, which numbers must prove: what it made is what counts
     chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
                                 that it replaced (replaced.py)
-    fuse                        a cluster is the ops it is made of
+    fuse, gather, join          a cluster is the ops it is made of
+    shadow, postpone            each gradient of a convolution is the same, whether others are asked for or not
     recompute                   the same op on the same values is the same value, unless it draws random numbers; a
                                 batch norm in its form for evaluation is that for training, on the statistics of that
 """

@@ -34,6 +34,14 @@ _BY_ROWS = frozenset(("nll_loss_backward", "_log_softmax_backward_data"))
 _BATCH_NORMS = frozenset((aten.native_batch_norm.default, aten.cudnn_batch_norm.default))
 _NORM_NAMES = frozenset(str(target) for target in _BATCH_NORMS)
 
+#: By result, what it does not look at.
+_UNREAD = {
+    "convolution_backward": (
+        frozenset(("input", "output_mask")),
+        frozenset(("weight", "output_mask")),
+        frozenset(("input", "weight", "output_mask")),
+    )
+}
 
 #: Arguments that are themselves. Others are told apart by their identity: passes hand them on.
 _PLAIN = frozenset((int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
@@ -141,6 +149,8 @@ class SymbolWalk:
         writes: list[tuple[Region, Symbol]] = []
         for place, region in _numbered(op.results):
             symbol = self._table.of("result", made, place)
+            if facts.unread:
+                symbol = self._alone(op, facts, given, place)
             if facts.norms:
                 self._norms[symbol] = (made, place)
             if rows is not None:
@@ -155,6 +165,17 @@ class SymbolWalk:
             self.contents.write(region, symbol)
             if rows is not None:
                 self._join_rows(region, rows)
+
+    def _alone(self, op: Op, facts: _TargetFacts, given: list[tuple[str, Argument]], place: object) -> Symbol:
+        """A result of an op that is told which ones to give: each is the same, whatever else is asked for."""
+        assert isinstance(place, int)
+        operands: list[object] = []
+        for name, value in given:
+            if name not in facts.unread[place]:
+                operands.append((name, self._symbols(value)))
+            elif isinstance(value, Region):
+                operands.append((name, value.dtype, value.shape, value.stride))
+        return self._table.of(facts.name, tuple(operands), place)
 
     def _mutations(
         self,
@@ -340,6 +361,7 @@ class _TargetFacts:
     norms: bool
     by_rows: bool
     draws: bool  #: it is tagged so
+    unread: tuple[frozenset[str], ...]  #: by result: operands of which it depends on no more than the geometry
 
 
 @once_for_each
@@ -359,6 +381,7 @@ def _facts(target: OpOverload) -> _TargetFacts:
         target in _BATCH_NORMS,
         by_rows,
         torch.Tag.nondeterministic_seeded in target.tags,
+        _UNREAD.get(schema.name, ()),
     )
 
 

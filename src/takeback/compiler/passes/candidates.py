@@ -16,6 +16,7 @@ from takeback.compiler.ownership.facts import EMPTY, geometry_refusal, overwrita
 from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Choice, Draft, Overwrites, Rebuild, owner_of
+from takeback.compiler.passes.join import may_join
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives, rebuild_reads, stand_in
 from takeback.compiler.passes.repeats import repeats
@@ -116,6 +117,7 @@ class _Candidates:
             sum(round(self._seconds(op) * _NS) for op in self._program.ops),
             dict(self._carries_alike(values)),
             dict(self._runs_alike()),
+            dict(self._joined()),
         )
 
     # -- which ops at which stops -----------------------------------------------------------------------------
@@ -253,6 +255,24 @@ class _Candidates:
                 if b in self._fixed and b in self._alive and self._alive[b].end <= stop:
                     return False  # would have to live longer, and something else may own its place by then
         return True
+
+    def _joined(self) -> Iterator[tuple[Run, int]]:
+        """What a unit costs where the cluster that it is rebuilt beside will make it (join.py): that reads most of what
+        it is made of anyway."""
+        ops = self._program.ops
+        for stop, chain in self._chains.items():
+            for name in chain:
+                unit = self._units[name]
+                parts = [stand_in(ops[i], self._device) for i in unit.ops]
+                beside = [ops[i] for i in (stop, stop - 1) if i >= 0]
+                host = next((op for op in beside if all(may_join(part, op, self._program) for part in parts)), None)
+                if host is not None:
+                    there = {r.buffer for r in host.inputs}
+                    moved = {r.buffer for r in rebuild_gives(ops[name], self._device)} | set(unit.reads) - there
+                    whole = {r.buffer for part in parts for r in (*part.inputs, *part.outputs)}
+                    sizes = self._program.buffers
+                    share = sum(sizes[b].size_bytes for b in moved) / max(1, sum(sizes[b].size_bytes for b in whole))
+                    yield (UnitId(name), stop), round(min(share, 1.0) * unit.seconds * _NS)
 
     # -- the memory besides the values ------------------------------------------------------------------------
 

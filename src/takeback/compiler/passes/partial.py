@@ -7,7 +7,7 @@ evaluation, which writes nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -33,6 +33,13 @@ def partial(op: Op) -> Op | None:
     local = _known[cluster]
     if local is None:
         return None
+    return _outside(local, op)
+
+
+def _outside(local: Op, op: Op) -> Op:
+    """An op over a cluster's own buffers, over those of the program that the cluster stands in."""
+    cluster = op.target
+    assert isinstance(cluster, Cluster)
     operands = {inner.buffer: region for inner, region in zip(cluster.inputs, op.inputs, strict=True)}
     results = {inner.buffer: region.buffer for inner, region in zip(cluster.results, op.outputs, strict=True)}
 
@@ -41,6 +48,25 @@ def partial(op: Op) -> Op | None:
         return operand if operand is not None else replace(region, buffer=results[region.buffer])
 
     return replace(local, phase=op.phase, site=op.site).map(reads=out, writes=out)
+
+
+def making(op: Op, wanted: BufferId, there: Collection[BufferId]) -> Op | None:
+    """The op that makes one result of a cluster again, where those of its other results are read that are `there`;
+    None where there is none without another effect."""
+    cluster = op.target
+    assert isinstance(cluster, Cluster)
+    outer = {inner.buffer: region.buffer for inner, region in zip(cluster.results, op.outputs, strict=True)}
+    [mine] = [inner for inner, b in outer.items() if b == wanted]
+    buffers = dict(cluster.buffers)
+    ops = _leading_to({mine}, {inner for inner, b in outer.items() if b in there} - {mine}, cluster, buffers)
+    if not ops:
+        return None
+    if len(ops) == 1:
+        [only] = ops
+        local = only if [r.buffer for r in only.outputs] == [mine] else None
+    else:
+        local = clustered(tuple(ops), buffers, {mine}.__contains__)
+    return None if local is None else _outside(local, op)
 
 
 def _local(cluster: Cluster) -> Op | None:

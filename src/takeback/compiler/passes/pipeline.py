@@ -19,11 +19,15 @@ from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.functionalize import functionalize
 from takeback.compiler.passes.fuse import fuse
+from takeback.compiler.passes.gather import gather
+from takeback.compiler.passes.join import join
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
+from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
+from takeback.compiler.passes.shadow import shadow
 from takeback.compiler.program import BufferId, Program
 
 _KEEP = Keep()
@@ -38,6 +42,7 @@ class PassSettings:
     early: bool = False  #: each parameter is updated as soon as its gradient is complete
     sharing: Sharing | None = None  #: gradients are averaged over a group
     goal: Goal = _KEEP
+    waits: bool = True  #: ops of the backward may wait for clusters, for the sake of time; the lowest peaks are without
     chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
     notes: tuple[str, ...] = ()  #: what the user should know of these settings
     known: bool = False  #: a sibling of the program has gone the same way: its form is looked at in the end only
@@ -89,6 +94,11 @@ def _idle_fuse(settings: PassSettings) -> str | None:
     return None if settings.fast else "mode='exact': every op runs with eager's kernel"
 
 
+def _idle_postpone(settings: PassSettings) -> str | None:
+    waits = None if settings.waits else "memory='min': what waits would keep its operands for longer"
+    return _idle_fuse(settings) or _idle_recompute(settings) or waits
+
+
 def _idle_advance(settings: PassSettings) -> str | None:
     return None if settings.early else "update='end': the optimizer runs after the backward"
 
@@ -112,11 +122,15 @@ PIPELINE: tuple[Stage, ...] = (
     Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),
     Stage(advance, idle=_idle_advance),
     Stage(fuse, idle=_idle_fuse),
+    Stage(gather, idle=_idle_fuse),
+    Stage(shadow, idle=_idle_postpone),
+    Stage(postpone, idle=_idle_postpone),
     Stage(
         recompute,
         lambda s: {"goal": s.goal, "chooser": s.chooser},
         _idle_recompute,
     ),
+    Stage(join, idle=_idle_postpone),
     Stage(overwrite),
     Stage(pack, idle=_idle_pack),
 )

@@ -23,7 +23,7 @@ def check_answer(problem: RebuildProblem, answer: RebuildAnswer) -> None:
         raise PlanError(f"Value {value} is carried to op {stop}, which is no stop of it. {WHAT_TO_DO}")
     for name, stop in sorted(answer.rebuilt - offers):
         raise PlanError(f"Unit {name} is rebuilt before op {stop}, where the problem has none. {WHAT_TO_DO}")
-    cost_ns = sum(units[name].cost_ns for name, _ in answer.rebuilt)
+    cost_ns = sum(problem.cost_ns(units[name], stop) for name, stop in answer.rebuilt)
     if cost_ns != answer.cost_ns:
         raise PlanError(f"What is rebuilt takes {cost_ns} ns, not {answer.cost_ns}. {WHAT_TO_DO}")
     _Walk(problem, answer, units).walk()

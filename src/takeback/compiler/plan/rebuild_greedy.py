@@ -31,7 +31,8 @@ def cheapest_first(rows: RebuildRows, most_ns: int | None = None) -> list[Rebuil
     for value in problem.values:
         stop = _stop_after(value, top)
         if value.maker is not None and stop is not None and (value.maker, stop) in rows.run:
-            offers.append((rows.units[value.maker].cost_ns / value.size_bytes, value.id, value, stop))
+            cost = problem.cost_ns(rows.units[value.maker], stop)
+            offers.append((cost / value.size_bytes, value.id, value, stop))
     dropped: dict[ValueId, int] = {}  # what is dropped, and where it is made again
     needed: dict[ValueId, int] = {}  # what must be there, and the first place where
     taken: dict[Run, None] = {}
@@ -40,7 +41,7 @@ def cheapest_first(rows: RebuildRows, most_ns: int | None = None) -> list[Rebuil
         assert value.maker is not None
         unit = rows.units[value.maker]
         there = all(rows.values[v].end > stop and dropped.get(v, stop) <= stop for v in unit.reads)
-        added = 0 if (unit.id, stop) in taken else unit.cost_ns  # a unit may give two values
+        added = 0 if (unit.id, stop) in taken else problem.cost_ns(unit, stop)  # a unit may give two values
         if not there or needed.get(value.id, stop) < stop or (most_ns is not None and cost_ns + added > most_ns):
             continue
         taken[unit.id, stop] = None

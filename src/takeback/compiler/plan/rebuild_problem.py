@@ -92,6 +92,11 @@ class RebuildProblem:
     step_ns: int  #: what the step takes without rebuilding
     carries_alike: Mapping[Carry, Alike] = field(default_factory=dict)  #: those that no other is like are not named
     runs_alike: Mapping[Run, Alike] = field(default_factory=dict)
+    joined_ns: Mapping[Run, int] = field(default_factory=dict)  #: where a unit costs less, because a reader makes it
+
+    def cost_ns(self, unit: RebuildUnit, stop: int) -> int:
+        """What rebuilding a unit at a stop costs."""
+        return self.joined_ns.get((unit.id, stop), unit.cost_ns)
 
     def __post_init__(self) -> None:
         values = {v.id: v for v in self.values}

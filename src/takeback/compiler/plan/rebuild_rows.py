@@ -84,7 +84,7 @@ class RebuildRows:
         """What the unknowns that are 1 stand for."""
         rebuilt = frozenset(run for run, unknown in self.run.items() if unknown in ones)
         carried = frozenset(carry for carry, unknown in self.carry.items() if unknown in ones)
-        cost_ns = sum(self.units[name].cost_ns for name, _ in rebuilt)
+        cost_ns = sum(self.problem.cost_ns(self.units[name], stop) for name, stop in rebuilt)
         return RebuildAnswer(carried, rebuilt, self.height(ones), cost_ns)
 
     def ones(self, answer: RebuildAnswer) -> frozenset[int]:

@@ -69,8 +69,8 @@ class RebuildSolver:
 
         self._step_ns = max(rows.problem.step_ns, 1)
         self._cost = np.zeros(self._n + 1)
-        for (name, _), unknown in rows.run.items():
-            self._cost[self._class[unknown]] += rows.units[name].cost_ns / self._step_ns
+        for (name, stop), unknown in rows.run.items():
+            self._cost[self._class[unknown]] += rows.problem.cost_ns(rows.units[name], stop) / self._step_ns
         self._bound: set[Run] = set()
         self._lines: list[tuple[dict[int, float], float, float]] = []  # coefficients, least, most
         for rule in rows.rules:

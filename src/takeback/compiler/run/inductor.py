@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from takeback.compiler.program import Cluster, Region
-from takeback.compiler.run.cluster_ops import plainly, restrided, run_ops
+from takeback.compiler.run.cluster_forms import forms
+from takeback.compiler.run.cluster_ops import restrided, run_ops
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
@@ -64,7 +65,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def compute(*operands: torch.Tensor) -> list[torch.Tensor]:
-        found = run_ops(cluster, operands, plainly)
+        found = run_ops(cluster, operands, forms(cluster))
         return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for one

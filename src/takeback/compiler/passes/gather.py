@@ -1,0 +1,77 @@
+"""Lets two clusters that read the same run as one, where what the later one reads is there when the earlier one runs.
+
+      du = cluster(dy, g)              silu(g) * dy           du, dg = cluster(dy, g, u)
+      dw = mm(x, du)                                          dw     = mm(x, du)
+      dg = cluster(dy, u, g)           its other factor       dh     = mm(dg, w)
+      dh = mm(dg, w)
+
+Eager's order has a product between them. What both read is read once, and dies earlier; the later one's results are
+made earlier, which is done nowhere where the planned peak would grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from takeback.compiler.cluster import clustered, expanded
+from takeback.compiler.geometry import path
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.waiting import NEAR, Room, depends
+from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Program, Region
+
+MOST_OPS = 96  #: of one cluster, as in fuse.py
+
+
+def gather(draft: Draft) -> Draft:
+    """The draft with such clusters as one, where the first of them ran."""
+    program = draft.program
+    room = Room(draft)
+    buffers = dict(program.buffers)
+    named = frozenset(r.buffer for _, r in program.named_regions()) | draft.kept
+    ops = list(program.ops)
+    position = 0
+    while position < len(ops):
+        found = next((at for at in range(max(0, position - NEAR), position) if _fits(ops, at, position, program)), None)
+        made = sum(program.buffers[r.buffer].size_bytes for r in ops[position].outputs)
+        if found is None or not room.for_(ops[found:position], made):
+            position += 1
+            continue
+        outside = {r.buffer for i, op in enumerate(ops) if i not in (found, position) for r in op.inputs}
+        ops[found] = one_of((ops[found], ops[position]), buffers, outside | named)
+        del ops[position]
+    return replace(draft, program=replace(program, ops=tuple(ops), buffers=buffers))
+
+
+def _fits(ops: Sequence[Op], first: int, second: int, program: Program) -> bool:
+    """Whether the second cluster may run with the first, and reads for the most part the same."""
+    one, other = ops[first], ops[second]
+    if not isinstance(one.target, Cluster) or not isinstance(other.target, Cluster):
+        return False
+    if one.phase is not other.phase or other.mutates or one.mutates:
+        return False
+    if len(one.target.ops) + len(other.target.ops) > MOST_OPS or not shares(other, one, program):
+        return False
+    return not depends(other, ops[first:second]) and not any(depends(op, [other]) for op in ops[first:second])
+
+
+def shares(op: Op, other: Op, program: Program) -> bool:
+    """Whether half of what an op reads is read by the other, too."""
+    sizes = {r.buffer: program.buffers[r.buffer].size_bytes for r in op.inputs}
+    there = {r.buffer for r in other.inputs}
+    return bool(sizes) and 2 * sum(size for b, size in sizes.items() if b in there) > sum(sizes.values())
+
+
+def seen_whole(op: Op, readers: Sequence[Op]) -> bool:
+    """Whether what an op makes is seen by the others so that they can be one kernel with it."""
+    made: Mapping[BufferId, Region] = {r.buffer: r for r in op.outputs}
+    return all(path(made[r.buffer], r) is not None for reader in readers for r in reader.inputs if r.buffer in made)
+
+
+def one_of(parts: Sequence[Op], buffers: dict[BufferId, Buffer], leaving: set[BufferId] | frozenset[BufferId]) -> Op:
+    """One cluster of several ops and clusters, in order. `leaving`: what others read; buffers of what is inside of
+    them are added."""
+    ops: list[Op] = []
+    for op in parts:
+        ops.extend(expanded(op, buffers) if isinstance(op.target, Cluster) else (op,))
+    return clustered(tuple(ops), buffers, leaving.__contains__)

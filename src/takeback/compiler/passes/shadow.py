@@ -1,0 +1,121 @@
+"""Lets a cluster of the backward make, on its way, what was made of what it reads: then the forward need not keep it.
+
+An activation z is read in the backward by a weight's gradient alone, and was made of x; a cluster reads x for the
+backward of the norm or the activation. Where the weight's gradient can wait for it, the cluster writes z beside its own
+results, and nothing is read for it. If the cluster reads z itself, it does so no more.
+
+      h, z = cluster(...)                          h, z = cluster(...)             z dies in the forward
+      ...                                          ...
+      dw   = mm(dy, z)                             dh, z' = cluster(dz, h)
+      dh   = cluster(dz, h)                        dw     = mm(dy, z')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from takeback.compiler.passes.choice import fixed_buffers
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
+from takeback.compiler.passes.partial import making
+from takeback.compiler.passes.waiting import NEAR, SMALL, Room, order
+from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
+
+_LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
+
+
+def shadow(draft: Draft) -> Draft:
+    """The draft with what clusters can make on their way made by them."""
+    return _Shadows(draft).draft
+
+
+class _Shadows:
+    """One walk over the clusters of the backward."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._program = draft.program
+        self._room = Room(draft)
+        self._buffers = dict(draft.program.buffers)
+        self._ops = list(draft.program.ops)
+        self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
+        self._maker = {
+            r.buffer: op
+            for op in self._ops
+            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
+            for r in op.outputs
+            if r.buffer not in op.mutates
+        }
+        self._read_by: dict[BufferId, list[Op]] = {}  # of what the forward reads and makes: who made something of it
+        for op in {id(op): op for op in self._maker.values()}.values():
+            for r in (*op.inputs, *op.outputs):
+                self._read_by.setdefault(r.buffer, []).append(op)
+        sizes = [b.size_bytes for b in self._buffers.values() if not b.role.borrowed]
+        self._least = max(sizes, default=0) * _LEAST_SHARE
+        backward = (i for i, op in enumerate(self._ops) if op.phase is not Phase.FORWARD)
+        self._turn = next(backward, len(self._ops))
+        rebuilt: set[BufferId] = set(draft.rebuilt)
+        position = 0
+        while position < len(self._ops):
+            op = self._ops[position]
+            if isinstance(op.target, Cluster) and op.phase is Phase.BACKWARD and not op.mutates:
+                for z, again in self._offers(op):
+                    moved = self._made_here(position, z, again)
+                    if moved is not None:
+                        position, made = moved
+                        rebuilt.add(made)
+            position += 1
+        program = replace(self._program, ops=tuple(self._ops), buffers=self._buffers)
+        self.draft = replace(draft, program=program, rebuilt=frozenset(rebuilt))
+
+    def _offers(self, cluster: Op) -> Iterator[tuple[BufferId, Op]]:
+        """Values of the forward, and the ops that make them of what a cluster reads."""
+        read = {r.buffer for r in cluster.inputs}
+        makers = {id(op): op for b in read for op in self._read_by.get(b, ())}
+        for maker in makers.values():
+            for z in dict.fromkeys(r.buffer for r in maker.outputs if r.buffer in self._maker):
+                size = self._buffers[z].size_bytes
+                if z in self._fixed or size <= self._least:
+                    continue
+                again = making(maker, z, read)
+                if again is None or again.mutates:
+                    continue
+                large = [r.buffer for r in again.inputs if self._buffers[r.buffer].size_bytes * SMALL > size]
+                if all(b in read and b != z for b in large):
+                    yield z, again
+
+    def _made_here(self, position: int, z: BufferId, again: Op) -> tuple[int, BufferId] | None:
+        """Where the cluster then is, and the copy of z that it makes; None if readers of z cannot wait for it."""
+        ops, cluster = self._ops, self._ops[position]
+        assert isinstance(cluster.target, Cluster)
+        readers = [i for i in range(self._turn, len(ops)) if _reads(ops[i], z)]
+        early = [i for i in readers if i < position]
+        if not readers or readers == [position] or any(i < position - NEAR for i in early):
+            return None
+        length = len(again.target.ops) if isinstance(again.target, Cluster) else 1
+        if len(cluster.target.ops) + length > MOST_OPS or not seen_whole(again, ops[position:]):
+            return None
+        new, at = list(ops), position
+        for i in reversed(early):  # the last one first: those before it stay where they are
+            run = new[i : at + 1]
+            found = order(run, again.inputs)
+            if found is None or not self._room.for_(run, self._buffers[z].size_bytes):
+                return None
+            new[i : at + 1] = [*found.ahead, *found.behind]
+            at = i + len(found.ahead) - 1
+        if any(_reads(op, z) for op in new[self._turn : at]):
+            return None
+        copy = BufferId(max(self._buffers) + 1)
+        self._buffers[copy] = replace(self._buffers[z], id=copy, name="")
+        change = renaming({z: copy})
+        made = again.map(writes=change)
+        new[at:] = [op.map(reads=change) if _reads(op, z) else op for op in new[at:]]
+        results = {copy, *(r.buffer for r in cluster.outputs)}
+        outside = {r.buffer for op in new[at + 1 :] for r in op.inputs if r.buffer in results}
+        new[at] = one_of((made, new[at]), self._buffers, outside | self._fixed)
+        self._ops = new
+        return at, copy
+
+
+def _reads(op: Op, buffer: BufferId) -> bool:
+    return any(r.buffer == buffer for r in op.inputs)
