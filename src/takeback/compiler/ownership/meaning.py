@@ -13,6 +13,7 @@ Of the passes it knows what each may change without changing a value, and shares
     reduce                      from REDUCE to WAIT a slice is on its way; after it, the average of what it was
     advance                     order matters only where one op reads or writes what the other writes
     align                       zeros that nobody reads, which numbers must prove: what it made is what counts
+    pool                        which place of a window, where it was which of the image: numbers must prove it, too
     chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
                                 that it replaced (replaced.py)
     fuse, gather, join          a cluster is the ops it is made of
@@ -51,7 +52,7 @@ def check_meaning(
             raise MeaningError(f"{wrong}{_first_new(then, now)}")
         recorded, kept = each.after, each.kept
     table = SymbolTable()
-    then, now = SymbolWalk(table, recorded), SymbolWalk(table, unclustered(planned))
+    then, now = SymbolWalk(table, unclustered(recorded)), SymbolWalk(table, unclustered(planned))
     then.walk(averaged=planned.slices.keys())
     now.walk()
     wrong = _difference(then, now) or _lost(recorded, planned, kept, still_kept)

@@ -24,6 +24,7 @@ from takeback.compiler.passes.join import join
 from takeback.compiler.passes.move import move
 from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
+from takeback.compiler.passes.pool import pool
 from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
@@ -117,6 +118,7 @@ PIPELINE: tuple[Stage, ...] = (
     Stage(functionalize),
     Stage(move),
     Stage(align, idle=_idle_align, rewrites=True),
+    Stage(pool, idle=_idle_fuse, rewrites=True),
     Stage(chunk_loss, idle=_idle_chunk_loss),
     Stage(chunk_head, idle=_idle_chunk_head),
     Stage(reduce, lambda s: {"sharing": s.sharing}, _idle_reduce),

@@ -90,7 +90,7 @@ class _Shadows:
         assert isinstance(cluster.target, Cluster)
         readers = [i for i in range(self._turn, len(ops)) if _reads(ops[i], z)]
         early = [i for i in readers if i < position]
-        if not readers or readers == [position] or any(i < position - NEAR for i in early):
+        if not readers or any(i < position - NEAR for i in early):
             return None
         length = len(again.target.ops) if isinstance(again.target, Cluster) else 1
         if len(cluster.target.ops) + length > MOST_OPS or not seen_whole(again, ops[position:]):
