@@ -126,7 +126,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def fill(arguments: argparse.Namespace, systems: list[str]) -> None:
     """The caches, by several processes at once: compiling keeps cores busy, and the device hardly."""
-    todo = [(m, s) for m in arguments.models for s in systems if s.partition("@")[0] not in ("eager", "liger")]
+    # Models in turn: several large ones at once might not fit.
+    todo = [(m, s) for s in systems for m in arguments.models if s.partition("@")[0] not in ("eager", "liger")]
     threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
 
     def one(case: tuple[str, str]) -> str:

@@ -3,18 +3,29 @@
 The gradient of a cross-entropy with respect to its logits is a softmax, less one in the target's place. Inductor writes
 the ones into zeros as large as the logits in single precision, and adds each row up again; here both are computed where
 they are used.
+
+What a cluster gives and reads itself, Inductor writes before it reads it. Where a norm's backward only asks where a
+rebuilt activation is zero, that is a pass over memory more: such results are traced a second time, for themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from takeback.compiler.program import BufferId, Cluster, Op, Region
-from takeback.compiler.run.cluster_ops import Call, plainly
+from takeback.compiler.program import BufferId, Cluster, Op, Region, Special
+from takeback.compiler.run.cluster_ops import Call, plainly, run_ops
 from takeback.compiler.schema import schema_of
 
+#: Norms whose backward adds up over places far apart, so that it goes over its operands twice.
+_TWICE = frozenset(("native_batch_norm_backward", "cudnn_batch_norm_backward", "native_group_norm_backward"))
+_NORMS = frozenset(("native_batch_norm",))  #: in its form for evaluation, which is a factor and a summand
+#: How many reads, and how many operations, Inductor may compute again for another reader; its own bounds are meant for
+#: whole models.
+INLINED = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 200}
 _MEAN = 1  #: torch's number for reduction="mean"
 
 
@@ -58,3 +69,54 @@ def _ones_less(
     row = torch.where(there, row, 0).to(log_probabilities.dtype)
     places = torch.arange(log_probabilities.shape[1], device=target.device)
     return torch.where(places == target, row, 0), row
+
+
+def traced(cluster: Cluster, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a cluster under the tracer, in whatever strides they come."""
+    found = run_ops(cluster, operands, forms(cluster))
+    for number in read_inside(cluster):
+        part = _leading_to(cluster, number)
+        [found[number]] = run_ops(part, operands, forms(part))
+    return found
+
+
+def read_inside(cluster: Cluster) -> list[int]:
+    """The results that are better made twice: activations that the norm's backward reads in the cluster."""
+    if cluster.writes or not any(_name(op) in _TWICE for op in cluster.ops):
+        return []
+    leaving = {r.buffer for r in cluster.results}
+    found: list[int] = []
+    for number, region in enumerate(cluster.results):
+        readers = [op for op in cluster.ops if any(r.buffer == region.buffer for r in op.inputs)]
+        inside = all(r.buffer not in leaving for op in readers for r in op.outputs)
+        if readers and inside and all(map(_is_pointwise, _leading_to(cluster, number).ops)):
+            found.append(number)
+    return found
+
+
+def rebuilds(cluster: Cluster) -> bool:
+    """Whether a cluster makes an activation again for the backward of the norm that it was made by."""
+    names = {_name(op) for op in cluster.ops}
+    return bool(names & _TWICE) and any(_name(op) in _NORMS and not op.args[5] for op in cluster.ops)
+
+
+def _leading_to(cluster: Cluster, number: int) -> Cluster:
+    """The part of a cluster that makes one of its results."""
+    needed, ops = {cluster.results[number].buffer}, list[Op]()
+    for op in reversed(cluster.ops):
+        if any(r.buffer in needed for r in op.outputs):
+            ops.insert(0, op)
+            needed |= {r.buffer for r in op.inputs}
+    return replace(cluster, ops=tuple(ops), results=(cluster.results[number],), writes=())
+
+
+def _is_pointwise(op: Op) -> bool:
+    assert not isinstance(op.target, Cluster | Special)
+    if _name(op) in _NORMS:
+        return not op.args[5]
+    return torch.Tag.pointwise in op.target.tags or _name(op) in ("ones_like", "_to_copy")
+
+
+def _name(op: Op) -> str:
+    assert not isinstance(op.target, Cluster)
+    return schema_of(op.target).name

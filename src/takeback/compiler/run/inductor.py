@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from takeback.compiler.program import Cluster, Region
-from takeback.compiler.run.cluster_forms import forms
-from takeback.compiler.run.cluster_ops import restrided, run_ops
+from takeback.compiler.run.cluster_forms import INLINED, rebuilds, traced
+from takeback.compiler.run.cluster_ops import restrided
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
@@ -65,7 +65,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     def compute(*operands: torch.Tensor) -> list[torch.Tensor]:
-        found = run_ops(cluster, operands, forms(cluster))
+        found = traced(cluster, operands)
         return [restrided(t, r) for t, r in zip(found, cluster.results, strict=True)]
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for one
@@ -76,7 +76,8 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
-    known = {name: value for name, value in _SETTINGS.items() if _has(config, name)}
+    wanted = {**_SETTINGS, **(INLINED if rebuilds(cluster) else {})}
+    known = {name: value for name, value in wanted.items() if _has(config, name)}
     told = tracing(TracingContext(mode))
     with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
