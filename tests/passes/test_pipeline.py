@@ -22,8 +22,10 @@ from takeback.flat import cut
 from takeback.flat import lay_out as lay_out_flat
 
 EXACT = ("functionalize", "move", "chunk_loss", "reduce", "advance", "recompute", "overwrite", "pack")
-NAMES = (*EXACT[:2], "align", "chunk_loss", "chunk_head", "reduce", "advance", "fuse", *EXACT[5:])
-ONLY_FAST = frozenset(("align", "chunk_head", "fuse"))
+FUSING = ("fuse", "gather", "shadow", "postpone")
+NAMES = (*EXACT[:2], "align", "pool", "chunk_loss", "chunk_head", *EXACT[3:5], *FUSING, "recompute", "join", *EXACT[6:])
+ONLY_FAST = frozenset(("align", "pool", "chunk_head", *FUSING, "join"))
+ELSEWHERE = frozenset(("align", "pool", "gather", "shadow", "postpone", "join"))  #: test_align.py, test_shadow.py
 
 
 class Net(nn.Module):
@@ -126,7 +128,7 @@ def digest(draft: Draft) -> tuple[object, ...]:
     return str(draft.program), draft.placements, layout.alive_bytes, arena and (arena.offsets, arena.size_bytes)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "align"])  # of half precision: test_align.py
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ELSEWHERE])
 def test_leaving_a_pass_out_changes_a_plan(program: Program, name: str) -> None:
     settings = {
         "reduce": PassSettings(sharing=sharing(program)),

@@ -8,7 +8,7 @@ memory half-way, it is half done, as in eager.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,6 +102,10 @@ class AllocatorExecutor(Executor):
 
     def settle_(self) -> None:
         self._meter.trim(self.layout.alive_bytes)
+
+    def count_aside(self) -> Callable[[], int]:
+        self._meter.begin()
+        return self._meter.end
 
     # -- the step --------------------------------------------------------------------------------------------------
 

@@ -57,18 +57,14 @@ class CheckedReplay:
     def beside_a_forward(self) -> Any:
         """The result, after eager's forward gave the same loss. Where it did not, a whole step has the last word."""
         plan = self.plan
-        needed, allowed = forward_peak_bytes(plan.original), plan.executor.layout.alive_bytes
-        if needed > allowed:
-            plan.unsampled = (
-                f"eager's forward needs {needed / 2**20:,.1f} MiB, more than the plan's {allowed / 2**20:,.1f} MiB"
-            )
-        elif not plan.executor.knows_loss_before_update:
+        self._fits(forward_peak_bytes(plan.original))
+        if plan.unsampled is None and not plan.executor.knows_loss_before_update:
             plan.unsampled = "its update begins before its loss is known"
         if plan.unsampled is not None:
             return self.run(None)
         self.give_back_()
         try:
-            out = self.beside.of_forward(self.run)
+            out = self.beside.of_forward(self.run, self._fits)
         except ForwardFails as error:
             plan.unsampled = str(error)
             return self.run(None)
@@ -80,6 +76,14 @@ class CheckedReplay:
             plan.unsampled = "its forward gives other bits where no gradients are wanted"
         plan.right_at = plan.replays
         return out
+
+    def _fits(self, needed_bytes: int) -> None:
+        """No forward is compared any more that needs more than the plan: what is foreseen of it does not know what the
+        user's own variables hold."""
+        allowed = self.plan.executor.layout.alive_bytes
+        if needed_bytes > allowed:
+            needed, there = f"{needed_bytes / 2**20:,.1f} MiB", f"{allowed / 2**20:,.1f} MiB"
+            self.plan.unsampled = f"eager's forward needs {needed}, more than the plan's {there}"
 
     def _stale(self, error: VerifyError) -> str:
         try:

@@ -107,6 +107,11 @@ class Executor:
     def settle_(self) -> None:
         """Called when a comparison is over: what it needed besides is given back."""
 
+    def count_aside(self) -> Callable[[], int]:
+        """Called before something else than the step runs; what it gives, after it: the most bytes that this took, or 0
+        where the allocator does not count."""
+        return lambda: 0
+
     def rehearsed(self) -> Layout | None:
         """After a run with `log=True`: a layout by what the kernels really asked for, if that was not as expected."""
         raise NotImplementedError

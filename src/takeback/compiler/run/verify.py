@@ -118,16 +118,20 @@ class BesideEager:
                 found[f"{name} (%{b})" if name in found else name] = program.externals[b]
         return found
 
-    def of_forward(self, run: Run) -> Any:
+    def of_forward(self, run: Run, seen: Callable[[int], None] | None = None) -> Any:
         """The result of the replay, whose loss is that of eager's forward, which is run without gradients. Raises
-        `ForwardDiffers` where it is not, with the step taken back, and `ForwardFails` where it cannot be run so."""
+        `ForwardDiffers` where it is not, with the step taken back, and `ForwardFails` where it cannot be run so. `seen`
+        is told the most bytes that eager's forward took, where the allocator counts them."""
         program = self.executor.program
         with Transaction() as aside:
             aside.at_end(saved(self.written(), program))
             aside.compute()
             try:
                 with torch.no_grad():
+                    end = self.executor.count_aside()
                     expected = keep(self.proof.measure, {"loss": self.recipe.forward(self.batch)})
+                    if seen is not None:
+                        seen(end())
             except Exception as error:
                 raise ForwardFails(f"its forward cannot be run without gradients ({type(error).__name__})") from error
         states = [(g, g.get_state()) for g in generators_of(program)]

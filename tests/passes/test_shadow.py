@@ -1,0 +1,202 @@
+"""What clusters of the backward make on their way: gather, shadow, postpone, join, and the max pool in one byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from drawn_programs import recorded
+from torch import Tensor, nn
+
+from takeback.compiler.form import check_form
+from takeback.compiler.ownership.lifetimes import lifetimes
+from takeback.compiler.ownership.meaning import MeaningError, check_meaning
+from takeback.compiler.passes import PIPELINE, Draft, PassSettings, run_passes
+from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.draft import Choice, Rebuild
+from takeback.compiler.passes.gather import gather
+from takeback.compiler.passes.join import join
+from takeback.compiler.passes.postpone import postpone
+from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives
+from takeback.compiler.passes.recompute import Chooser, Within, planned_peak
+from takeback.compiler.passes.shadow import shadow
+from takeback.compiler.program import Cluster, Op, Phase, Program, Region
+
+aten = torch.ops.aten
+WHOLE_HEAD = [stage for stage in PIPELINE if stage.name != "chunk_head"]
+
+
+def seconds(op: Op) -> float:
+    return 1e-9 * sum(r.numel for r in (*op.inputs, *op.outputs))
+
+
+def fast(**more: Any) -> PassSettings:
+    return PassSettings(fast=True, chooser=Chooser(seconds, 60.0), **{"goal": Within(0.5), **more})
+
+
+def until(program: Program, stage: Callable[..., Draft]) -> Draft:
+    return run_passes(program, settings=fast(), stages=WHOLE_HEAD, before=stage)
+
+
+def checked(before: Draft, after: Draft) -> Draft:
+    check_form(after.program, after.kept)
+    check_meaning(before.program, after.program)
+    return after
+
+
+def names(op: Op) -> list[str]:
+    return [inner.name for inner in op.target.ops] if isinstance(op.target, Cluster) else [op.name]
+
+
+def position(program: Program, name: str) -> int:
+    [at] = [i for i, op in enumerate(program.ops) if name in names(op)]
+    return at
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def gated() -> Program:
+    """Three in a row: where the first one's backward runs, there is room below the peak."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated(), Gated())
+    return recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 8))
+
+
+def silus(program: Program) -> int:
+    return sum("silu" in " ".join(names(op)) and op.phase is Phase.BACKWARD for op in program.ops)
+
+
+class Residual(nn.Module):
+    """Convolutions, norms, a max pool and sums."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2 * blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2 * blocks + 1))
+        self.pool = nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.norms[-1](self.first(x))))
+        for i in range(0, len(self.convs), 2):
+            y = F.relu(self.norms[i](self.convs[i](x)))
+            x = F.relu(self.norms[i + 1](self.convs[i + 1](y)) + x)
+        return self.last(x)
+
+
+def residual() -> Program:
+    torch.manual_seed(0)
+    return recorded(Residual(blocks=3), lambda m, x: m(x).square().mean(), torch.randn(4, 3, 12, 12))
+
+
+def test_two_clusters_that_read_the_same_are_one() -> None:
+    before = until(gated(), gather)
+    assert silus(before.program) == 6, "eager's order has a product between the two of a block"
+    after = checked(before, gather(before))
+    assert 3 <= silus(after.program) < 6
+    assert planned_peak(after) <= planned_peak(before)
+
+
+def test_cluster_that_needs_what_is_made_between_stays_where_it_is() -> None:
+    program = recorded(
+        nn.Linear(16, 16),
+        lambda m, x: (m(torch.sigmoid(m(x) * x)) * torch.sigmoid(x)).square().mean(),
+        torch.ones(64, 16),
+    )
+    before = until(program, gather)
+    checked(before, gather(before))
+
+
+def test_gated_activation_comes_out_of_its_backward_and_is_not_kept() -> None:
+    before = until(gated(), shadow)
+    after = checked(before, shadow(before))
+    ops, alive = after.program.ops, lifetimes(after.program, after.kept)
+    forward = sum(op.phase is Phase.FORWARD for op in ops)
+    assert after.rebuilt
+    for copy in after.rebuilt:
+        [made] = [i for i, op in enumerate(ops) if any(r.buffer == copy for r in op.outputs)]
+        readers = [i for i, op in enumerate(ops) if any(r.buffer == copy for r in op.inputs)]
+        assert "silu_backward" in names(ops[made])
+        assert [ops[i].name for i in readers] == ["mm"]
+    kept = [r.buffer for op in ops if names(op) == ["silu", "mul.Tensor"] for r in op.outputs]
+    assert sum(alive[z].end <= forward for z in kept) == len(after.rebuilt), "the forward's own dies in the forward"
+    assert planned_peak(after) < planned_peak(before)
+
+
+def test_convolutions_backward_is_split_and_its_input_comes_out_of_the_norms() -> None:
+    before = until(residual(), shadow)
+    after = checked(before, shadow(before))
+    parts = [op for op in after.program.ops if op.target is aten.convolution_backward.default]
+    split = [i for i, op in enumerate(parts) if op.args[10] == (True, False, False)]
+    assert split
+    for i in split:
+        ahead, behind = parts[i : i + 2]
+        assert behind.args[10] == (False, True, False)
+        assert {r.buffer for r in behind.inputs} & after.rebuilt
+        assert not {r.buffer for r in ahead.inputs} & after.rebuilt, "what the other was made of stands in"
+    assert planned_peak(after) < planned_peak(before)
+
+
+def test_weights_gradient_of_another_input_is_found_out() -> None:
+    """The rule that lets an input's gradient have a stand-in lets nothing else have one."""
+    before = until(residual(), shadow)
+    after = shadow(before)
+    ops = list(after.program.ops)
+    masked = [i for i, op in enumerate(ops) if op.name == "convolution_backward"]
+    at = next(i for i in masked if ops[i].args[10] == (False, True, False))
+    given = ops[at].args[1]
+    assert isinstance(given, Region)
+    made = [r for op in ops[:at] for r in op.outputs]
+    wrong = next(r for r in made if r.shape == given.shape and r.buffer != given.buffer)
+    ops[at] = replace(ops[at], args=(ops[at].args[0], wrong, *ops[at].args[2:]))
+    with pytest.raises(MeaningError):
+        check_meaning(before.program, replace(after.program, ops=tuple(ops)))
+
+
+def test_what_waits_for_a_cluster_is_joined_to_it_when_it_is_rebuilt() -> None:
+    before = until(residual(), postpone)
+    waiting = checked(before, postpone(before))
+    ops = waiting.program.ops
+    found = 0
+    for position, op in enumerate(ops):
+        if op.phase is not Phase.FORWARD or not isinstance(op.target, Cluster) or not may_rebuild(op, "cpu"):
+            continue
+        z = {r.buffer for r in rebuild_gives(op, "cpu")}
+        readers = [i for i, o in enumerate(ops) if o.phase is Phase.BACKWARD and z & {r.buffer for r in o.inputs}]
+        if readers:
+            rebuilt = apply(waiting, Choice((Rebuild(readers[0], position),)))
+            joined = checked(waiting, join(rebuilt))
+            assert planned_peak(joined) <= planned_peak(rebuilt)
+            found += len(rebuilt.program.ops) - len(joined.program.ops)
+    assert found
+
+
+def test_max_pool_keeps_a_byte_for_each_place() -> None:
+    program = residual()
+    kinds = {r.dtype for op in program.ops for r in op.outputs}
+    assert torch.int64 in kinds
+    after = run_passes(program, settings=fast(), stages=WHOLE_HEAD)
+    made = [r for op in after.program.ops for r in op.outputs if r.buffer not in op.mutates]
+    assert torch.int8 in {r.dtype for r in made}
+    assert not [r for r in made if r.dtype == torch.int64 and r.numel > 1]
+    back = after.program.ops[position(after.program, "max_pool2d_with_indices_backward")]
+    forward = after.program.ops[position(after.program, "prims._low_memory_max_pool_with_offsets")]
+    assert forward.inputs[0].buffer not in {r.buffer for r in back.inputs}, "something else stands in for its operand"
+
+
+@pytest.mark.parametrize("build", [gated, residual], ids=["gated", "residual"])
+def test_lowest_peak_lets_nothing_wait(build: Callable[[], Program]) -> None:
+    with_it = run_passes(build(), settings=fast(waits=False), stages=WHOLE_HEAD)
+    assert not {"shadow", "postpone", "join"} & set(with_it.passes)
+    assert {"shadow", "postpone", "join"} <= set(run_passes(build(), settings=fast(), stages=WHOLE_HEAD).passes)
