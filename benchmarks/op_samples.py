@@ -76,9 +76,13 @@ def subjects_of_module(info: Any, count: int) -> Iterator[Subject | Row]:
             yield Row(info.name, number, "refused", "skipped: the sample has no call of the module")
             continue
 
-        def build(made: Any = made) -> nn.Module:
+        def build(made: Any = made, taken: Any = taken) -> nn.Module:
             torch.manual_seed(0)
-            return Scaled(info.module_cls(*made.args, **made.kwargs).train())
+            module = info.module_cls(*made.args, **made.kwargs).train()
+            if any(torch.nn.parameter.is_lazy(p) for p in module.parameters()):
+                with torch.no_grad():
+                    module(*taken.args, **taken.kwargs)  # which gives a lazy module its shapes
+            return Scaled(module)
 
         given = (None, tuple(taken.args), dict(taken.kwargs))
         call = lambda model, _, args, named: model.inner(*args, **named)  # noqa: E731

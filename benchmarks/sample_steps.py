@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -185,25 +186,26 @@ def in_float64(subject: Subject, reference: Trained) -> Trained | None:
 def apart(ours: Trained, reference: Trained, truth: Trained | None, start: dict[str, Tensor]) -> list[str]:
     """What is not near. `truth`: in float64, if there is one. `start`: the tensors before the first step."""
     true = truth or reference
+    near = max(NEAR, *(4 * torch.finfo(loss.dtype).eps for loss in reference.losses))  # some ops give half precision
     found = []
     for i, (mine, theirs, right) in enumerate(zip(ours.losses, reference.losses, true.losses, strict=True)):
-        if not _near(mine, theirs, right, _norm(right)):
+        if not _near(mine, theirs, right, near * _norm(right)):
             found.append(f"loss {i} is {mine.item()!r}, eager's {theirs.item()!r}, float64's {right.item()!r}")
     for name, mine in ours.tensors.items():
         theirs, right = reference.tensors[name], true.tensors[name]
         moved = _off(right, start[name])
-        if not _near(mine, theirs, right, moved + 1e-2 * _norm(right)):
+        if not _near(mine, theirs, right, near * (moved + 1e-2 * _norm(right))):
             found.append(f"{name} is {_off(mine, right):.3g} off, eager's {_off(theirs, right):.3g}, moved {moved:.3g}")
     return found
 
 
-def _near(mine: Tensor, theirs: Tensor, right: Tensor, scale: float) -> bool:
+def _near(mine: Tensor, theirs: Tensor, right: Tensor, most: float) -> bool:
     finite = right.isfinite() & theirs.isfinite()
     if not torch.equal(mine.isnan() & ~finite, theirs.isnan() & ~finite) or bool((~mine.isfinite() & finite).any()):
         return False
     mine, theirs, right = (t.where(finite, torch.zeros((), dtype=t.dtype)) for t in (mine, theirs, right))
-    scale = scale if scale == scale and scale != float("inf") else _norm(right)
-    return _off(mine, right) <= 2 * _off(theirs, right) + NEAR * max(scale, 1e-6)
+    most = most if math.isfinite(most) else NEAR * _norm(right)
+    return _off(mine, right) <= 2 * _off(theirs, right) + max(most, 1e-10)
 
 
 def _off(a: Tensor, b: Tensor) -> float:
