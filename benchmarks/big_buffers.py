@@ -3,9 +3,10 @@
     python benchmarks/big_buffers.py [--elements 2147549184] [--memory keep] [--json PATH]
 
 The step is an outer product in bfloat16, its relu, its mean, and the last row of the product as aux, whose elements lie
-past 2^31 in their buffer; two steps of SGD, one recorded and one replayed. By default a buffer has 32,769 x 65,536 elements, 4.3 GB; eager needs
-about three of them, and takeback as much beside its arena, so this is for a machine with 64 GB or more. Loss, aux, parameters and gradients are compared after
-each step. Exits with 1 if a bit differs, or if the step was smaller than it was meant to be.
+past 2^31 in their buffer; two steps of SGD, one recorded and one replayed. By default a buffer has 32,769 x 65,536
+elements, 4.3 GB; eager needs about three of them, and takeback as many beside its arena, so this is for a machine with
+64 GB or more. Loss, aux, parameters and gradients are compared after each step. Exits with 1 if a bit differs, or if
+the step was smaller than it was meant to be.
 """
 
 from __future__ import annotations
@@ -83,9 +84,13 @@ def compare(elements: int, memory: str) -> dict[str, Any]:
         seconds["eager"].append(round(middle - start, 2))
         seconds["takeback"].append(round(time.perf_counter() - middle, 2))
         assert ours.weight.grad is not None
-        found = dict(zip(("loss", "aux", "gradient", "weight"), (loss, aux, ours.weight.grad, ours.weight.detach())))
+        found = dict(
+            zip(("loss", "aux", "gradient", "weight"), (loss, aux, ours.weight.grad, ours.weight.detach()), strict=True)
+        )
         differences += [
-            f"{name} of step {i}" for (name, mine), true in zip(found.items(), expected) if not same_bits(mine, true)
+            f"{name} of step {i}"
+            for (name, mine), true in zip(found.items(), expected, strict=True)
+            if not same_bits(mine, true)
         ]
         print(f"step {i}: eager {seconds['eager'][-1]} s, takeback {seconds['takeback'][-1]} s", flush=True)
     report = step.report()

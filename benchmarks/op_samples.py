@@ -161,6 +161,10 @@ def main() -> None:
                     "how": asdict(how) | {"of": asked.of, "steps": STEPS, "samples of each": asked.samples},
                     "subjects": done,
                     "counts": counts(rows),
+                    "kernels": {
+                        "generated": sum(r.generated for r in rows),
+                        "given up": sum(len(r.given_up) for r in rows),
+                    },
                     "rows": list(as_data(rows)),
                 }
                 asked.json.write_text(json.dumps(known, indent=1) + "\n")

@@ -86,7 +86,10 @@ class Trained:
 
     def same(self, other: Trained) -> bool:
         """In bits, but a NaN is a NaN."""
-        pairs = [*zip(self.losses, other.losses, strict=True), *((t, other.tensors[k]) for k, t in self.tensors.items())]
+        pairs = [
+            *zip(self.losses, other.losses, strict=True),
+            *((t, other.tensors[k]) for k, t in self.tensors.items()),
+        ]
         return all(a.dtype == b.dtype and repr(a.tolist()) == repr(b.tolist()) for a, b in pairs)
 
 
@@ -255,8 +258,8 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def as_data(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Without what says nothing."""
-    for row in rows:
+    """Those that are not equal, or of which a kernel was given up; without what says nothing."""
+    for row in (row for row in rows if row.outcome != "equal" or row.given_up):
         yield {k: v for k, v in asdict(row).items() if v or k in ("op", "sample", "outcome")}
 
 

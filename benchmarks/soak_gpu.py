@@ -38,8 +38,9 @@ from takeback.zoo.gpt import GPT2, SMALL
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common import machine, wait
 from dataclasses import replace
+
+from common import machine, wait
 
 PARTS = 100  #: of the way
 FACTOR = 1.5

@@ -19,8 +19,8 @@ import traceback
 from pathlib import Path
 
 import torch
+from drawn_steps import APPLY, Recipe, recipes
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from programs import Recipe, recipes
 from trials import judge
 
 from takeback.compiler.passes import recompute
@@ -100,6 +100,7 @@ def main() -> int:
             "python": platform.python_version(),
             "minutes": round((time.monotonic() - began) / 60, 1),
             "seed": asked.seed,
+            "instructions": len(APPLY),
             "programs": outcomes.programs,
             "counts": {mode: dict(counts) for mode, counts in outcomes.counts.items()},
             "reasons": dict(outcomes.reasons.most_common(20)),

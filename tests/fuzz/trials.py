@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from programs import Program, Recipe, batch, loss_fn, optimizer_of
+from drawn_steps import DrawnModel, Recipe, batch, loss_fn, optimizer_of
 from torch import Tensor
 
 import takeback as tb
@@ -103,13 +103,13 @@ def _tolerance(recipe: Recipe) -> float:
     return NEAR_IN_HALF if in_half else NEAR
 
 
-def _made(recipe: Recipe) -> tuple[Program, torch.optim.Optimizer]:
+def _made(recipe: Recipe) -> tuple[DrawnModel, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Program(recipe)
+    model = DrawnModel(recipe)
     return model, optimizer_of(recipe, model)
 
 
-def _left(model: Program, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _left(model: DrawnModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     names = {p: name for name, p in model.named_parameters()}
     found = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
     for p, states in optimizer.state.items():

@@ -474,7 +474,9 @@ def a_rank_fails(rank: int, group: dist.ProcessGroup) -> None:
             with pytest.raises(RuntimeError):
                 step(x[:, :1], y)
         else:
-            with pytest.raises(tb.ReduceError, match=rf"could not be averaged over the group \(rank {rank} of {group.size()}\)"):
+            with pytest.raises(
+                tb.ReduceError, match=rf"could not be averaged over the group \(rank {rank} of {group.size()}\)"
+            ):
                 step(x, y)
             assert time.monotonic() - started < 3 * a_rank_fails.timeout_s  # type: ignore[attr-defined]
         with pytest.raises(tb.ReduceError, match=rf"rank {rank} has failed in an earlier step"):

@@ -6,6 +6,7 @@ Exceptions and Ctrl-C inside of a step are in test_interrupts.py, groups in test
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -105,15 +106,17 @@ def test_no_room_for_the_arena_takes_the_step_back_and_the_next_one_is_right(
         try:
             twins.step(*rows(i, sizes[stage]))
         except MemoryError as error:
-            assert "use a smaller batch" in str(error)
-            assert_same(twins.state(), state, "after the failure")
-            failed += 1
-            twins.take(rows(i, sizes[stage]))
+            said = str(error)
         else:  # nothing was mapped in this one: the twin follows
             torch.manual_seed(twins.taken)
             eager_step(twins.twin, rows(i, sizes[stage]))
             assert_same(twins.state(), snapshot(twins.twin.model, twins.twin.optimizer), f"after step {twins.taken}")
             twins.taken += 1
+            continue
+        assert "use a smaller batch" in said
+        assert_same(twins.state(), state, "after the failure")
+        failed += 1
+        twins.take(rows(i, sizes[stage]))
     assert failed == (stage != "smaller plan after that")
     for i in range(3):
         twins.take(rows(i, sizes[stage]))
@@ -146,16 +149,13 @@ def test_batches_of_workers_are_trained_as_in_eager_and_what_they_raise_goes_thr
     start: str, bad: int | None
 ) -> None:
     """The workers start when the allocator is in use and plans are there; their second round is forked from that."""
-    twins, raised = Twins(), 0
+    twins = Twins()
     for epoch in range(2):
         loader = DataLoader(Items(bad if epoch else None), 5, num_workers=2, multiprocessing_context=start)
-        try:
+        fails = contextlib.nullcontext() if bad is None or not epoch else pytest.raises(OSError, match="cannot be read")
+        with fails:
             for batch in loader:
                 twins.take(tuple(batch))
-        except OSError as error:
-            raised += 1
-            assert "this item cannot be read" in str(error)
-    assert raised == (bad is not None)
     assert twins.taken == 12 - (0 if bad is None else 2)
     twins.take(rows(0, 5))
 

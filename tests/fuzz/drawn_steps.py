@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 WIDTH = 5
 Instruction = tuple[str, int, int]
-Apply = Callable[["Program", Tensor, Tensor], Tensor]
+Apply = Callable[["DrawnModel", Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,42 +37,42 @@ class Recipe:
     aux: bool = False
 
 
-def _assign(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _assign(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     x = x.clone()
     x[:, 1:3] = y[:, 2:4]
     return x
 
 
-def _loop(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _loop(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     for i in range(3):
         x = m.linear(x).tanh() + y * 0.1 * i
     return x
 
 
-def _rows_apart(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _rows_apart(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([row * (i + 1) for i, row in enumerate(x.unbind(0))]) * 0.2 if len(x) else x * y
 
 
-def _in_half(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _in_half(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     return (x.bfloat16() * y.bfloat16().tanh()).float()
 
 
-def _under_autocast(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _under_autocast(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return m.linear(x).float() * 0.5
 
 
-def _attention(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _attention(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     q, k, v = (t.unsqueeze(0).unsqueeze(0) for t in (x, y, x * 0.5))
     return F.scaled_dot_product_attention(q, k, v)[0, 0]
 
 
-def _scatter(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _scatter(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     places = (y.detach().abs() * 7).long() % WIDTH
     return torch.zeros_like(x).scatter_add(1, places, x) * 0.5
 
 
-def _no_grad(m: Program, x: Tensor, y: Tensor) -> Tensor:
+def _no_grad(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         scale = x.abs().mean() if x.numel() else x.sum()
     return y * scale.clamp(0, 1)
@@ -159,7 +159,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Program(nn.Module):
+class DrawnModel(nn.Module):
     """`forward` follows the recipe and adds up what nobody has read."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -184,7 +184,7 @@ class Program(nn.Module):
         return loss, values[-1]
 
 
-def loss_fn(model: Program, x: Tensor, y: Tensor) -> Any:
+def loss_fn(model: DrawnModel, x: Tensor, y: Tensor) -> Any:
     loss, last = model(x, y)
     return (loss, last.detach().abs().sum()) if model.recipe.aux else loss
 
