@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import datetime
 import json
 import multiprocessing
 import os
@@ -419,8 +420,8 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
 
 
 def fast_part(rows: Sequence[Row]) -> list[str]:
-    """What mode fast makes of some of them."""
-    shown = ("equal", "equal, several plans", "near", "refused", "differs", "foreign exception", "timeout")
+    """What mode fast makes of them."""
+    shown = OUTCOMES[: OUTCOMES.index("skipped")]
     lines = [
         "## Mode fast",
         "",
@@ -435,11 +436,14 @@ def fast_part(rows: Sequence[Row]) -> list[str]:
         found = totals([r for r in rows if r.memory == memory])
         lines.append(f"| {memory} | {' | '.join(str(found[o]) for o in shown)} |")
     late = [r.name for r in rows if r.outcome == "timeout"]
-    return [*lines, "", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}.", ""]
+    if late:
+        lines += ["", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}."]
+    return [*lines, ""]
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     found = {
+        "date": datetime.date.today().isoformat(),
         "machine": machine() | {"transformers": transformers.__version__, "steps": STEPS},
         "counts": totals(rows),
         "by_task": counts(rows),

@@ -55,7 +55,8 @@ plan from the cache brings it along; the cache is private to the user, and each 
 _SOAK = """## A long training{title}
 
 {steps} steps of a small model with dropout, running statistics and a shared weight, in {shapes} shapes that take turns,
-beside an eager twin. Every loss was compared, and every 100 steps all parameters, buffers and optimizer state{how}.
+beside an eager twin. Every loss was compared, and every {every} steps all parameters, buffers and optimizer
+state{how}.
 
 | | |
 |---|--:|
@@ -131,6 +132,7 @@ def _soak(found: dict[str, Any]) -> str:
     return _SOAK.format(
         title=", in mode fast" if fast else "",
         how=", within 1e-3 of their norm; then takeback went on from eager's" if fast else "",
+        every=10 if fast else 100,
         by=" by more" if fast else " by a bit",
         asked=" --mode fast" if fast else "",
         steps=f"{found['steps']:,}",

@@ -40,7 +40,7 @@ names, which was tried.
 |---|--:|{lines}--:|
 {rows}
 
-`benchmarks/transformers_models.py`, torch {torch}, Python {python}, {device}.
+`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}, {device}.
 """
 
 _FUZZ = """## Random programs
@@ -134,6 +134,7 @@ def models(found: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append(f"| {mode} | {trained} | {' | '.join(str(counts.get(o, 0)) for o in shown)} | {refused} |")
     machine = next(iter(found.values()))["machine"]
     return _MODELS.format(
+        date=max(run["date"] for run in found.values()),
         heads=" | ".join(shown),
         lines="--:|" * len(shown),
         rows="\n".join(rows),

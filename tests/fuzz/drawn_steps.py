@@ -72,6 +72,13 @@ def _scatter(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     return torch.zeros_like(x).scatter_add(1, places, x) * 0.5
 
 
+def _decides(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
+    """By a value: then statistics are written, or random numbers are drawn."""
+    if len(x) > 1 and bool(y.detach().sum() > 0):
+        return m.seen(x)
+    return F.dropout(x, 0.2) if x.numel() and bool(x.detach().amax() > 1) else x * 0.9
+
+
 def _no_grad(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         scale = x.abs().mean() if x.numel() else x.sum()
@@ -136,6 +143,7 @@ APPLY: dict[str, Apply] = {
     "empty-sum": lambda m, x, y: y + x[:, :0].sum(1, keepdim=True),
     "detach": lambda m, x, y: x.detach() * y,
     "no_grad": _no_grad,
+    "decides": _decides,
     "assign": _assign,
     "relu_": lambda m, x, y: x.relu_(),
     "add_": lambda m, x, y: x.add_(y, alpha=0.1),

@@ -82,8 +82,8 @@ class BesideEager:
         return run(functools.partial(self._compare, expected))
 
     def goes_this_way(self, run: Run) -> None:
-        """Replays as far as the update, and takes that back. Raises `HeldValueChanged` where the step decides by a value
-        that is another one now: eager would go another way, and write what the plan does not know of."""
+        """Replays as far as the update, and takes that back. Raises `HeldValueChanged` where the step decides by a
+        value that is another one now: eager would go another way, and write what the plan does not know of."""
         program = self.executor.program
         if all(op.expected is None for op in program.ops):
             return
