@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import machine
 
 ROWS = (7, 3, 12, 5, 8, 1, 10, 4)  #: of the batches, in turn; each is a shape of its own
-NEAR = 1e-3  #: of a tensor's norm, in mode fast
+NEAR = 1e-2  #: of a tensor's norm, in mode fast: norms of few rows make much of what is rounded
 COMPARED = {"exact": 100, "fast": 10}  #: steps from one comparison of everything to the next
 _MIB = 2**20
 MOST_MIB = 4.0  #: that the resident memory may differ by: pages come and go

@@ -131,7 +131,7 @@ def _soak(found: dict[str, Any]) -> str:
     fast = found.get("mode") == "fast"
     return _SOAK.format(
         title=", in mode fast" if fast else "",
-        how=", within 1e-3 of their norm; then takeback went on from eager's" if fast else "",
+        how=", within 1e-2 of their norm; then takeback went on from eager's" if fast else "",
         every=10 if fast else 100,
         by=" by more" if fast else " by a bit",
         asked=" --mode fast" if fast else "",

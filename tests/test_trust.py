@@ -74,3 +74,35 @@ def test_every_fault_that_is_listed_has_its_tests(monkeypatch: pytest.MonkeyPatc
         for test in line.tests:
             file, _, name = test.partition("::")
             assert f"def {name}(" in (Path(__file__).parent / file).read_text(), test
+
+
+def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import soak_gpu
+
+    fine = {
+        "steps": 20,
+        "of": 20,
+        "distance from eager": 0.01,
+        "distances between eager's seeds": [0.01, 0.02],
+        "growth from the second quarter to the last": {"device MiB": 0.0, "host MiB": 3.0, "objects": 2},
+        "plans made": 1,
+    }
+    assert soak_gpu.problems(fine) == []
+    growth = {"device MiB": 9.0, "host MiB": 99.0, "objects": 9999}
+    bad = {"steps": 10, "distance from eager": 0.05, "growth from the second quarter to the last": growth}
+    assert len(soak_gpu.problems(fine | bad | {"plans made": 2})) == 6
+    assert soak_gpu.distance([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert soak_gpu.distance([1.0, 2.0], [2.0, 3.0]) == 1.0
+
+
+@pytest.mark.slow
+def test_step_of_large_buffers_at_a_small_size_has_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import big_buffers
+
+    found = big_buffers.compare(4 * big_buffers.COLUMNS, "keep")
+    assert found["differences"] == []
+    assert found["replays"] == big_buffers.STEPS - 1
+    assert found["elements in one buffer"] == 4 * big_buffers.COLUMNS
+    assert big_buffers.FULL > 1 << 31
