@@ -66,7 +66,7 @@ state{how}.
 | resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
 | objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
 
-`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.
+`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.{note}
 """
 
 _FAULTS = """## What may go wrong around a step
@@ -133,6 +133,7 @@ def _soak(found: dict[str, Any]) -> str:
         title=", in mode fast" if fast else "",
         how=", within 1e-2 of their norm; then takeback went on from eager's" if fast else "",
         every=10 if fast else 100,
+        note=f"\n{found['note']}" if "note" in found else "",
         by=" by more" if fast else " by a bit",
         asked=" --mode fast" if fast else "",
         steps=f"{found['steps']:,}",

@@ -34,7 +34,7 @@ _MODELS = """## Models of transformers
 
 Every architecture of transformers {transformers} that can be built tiny and trained by eager, 4 steps, without
 downloads: [the whole table](models.md). "as advised": refused as it comes, and right with the setting that the table
-names, which was tried.
+names, which was tried. Rows are of several runs; a model that was late on a busy machine keeps the row it had.
 
 | mode | models | {heads} | refused |
 |---|--:|{lines}--:|
@@ -54,7 +54,7 @@ early updates and clipping. Each is trained beside eager in both modes; mode fas
 |---|--:|--:|--:|--:|--:|
 {rows}
 
-`tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes.
+`tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes.{note}
 """
 
 _BIG = """## Large buffers
@@ -150,7 +150,8 @@ def fuzz(found: Mapping[str, Any]) -> str:
         for mode, counts in found["counts"].items()
     ]
     named = ("instructions", "seed", "date", "torch", "python", "minutes")
-    return _FUZZ.format(rows="\n".join(rows), **{k: found[k] for k in named})
+    note = f"\n{found['note']}" if "note" in found else ""
+    return _FUZZ.format(rows="\n".join(rows), note=note, **{k: found[k] for k in named})
 
 
 def big(found: Mapping[str, Any]) -> str:
