@@ -41,10 +41,24 @@ pytest: $(STAMP)
 faults: $(STAMP)
 	$(BIN)/python tests/faults/run_faults.py
 
-# The long runs, which take about an hour: docs/trust.md says what came of the last ones.
+# The long runs, which take some hours: docs/trust.md says what came of the last ones.
+SAMPLES := benchmarks/op_samples.py --json benchmarks/results/op-samples.json
+HARD := --memory min --early --poison
 trust: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/mutation/run_mutations.py --json benchmarks/results/mutations.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
+	$(BIN)/python benchmarks/soak.py --mode fast --steps 20000 --json benchmarks/results/soak-fast.json
+	$(BIN)/python $(SAMPLES) --of modules --mode exact --samples 4 --key "modules, exact, auto"
+	$(BIN)/python $(SAMPLES) --of modules --mode exact --samples 4 $(HARD) --key "modules, exact, min"
+	$(BIN)/python $(SAMPLES) --of modules --mode fast --samples 4 $(HARD) --key "modules, fast, min"
+	$(BIN)/python $(SAMPLES) --mode exact --samples 3 $(HARD) --key "ops, exact, min"
+	$(BIN)/python $(SAMPLES) --mode fast --samples 3 $(HARD) --key "ops, fast, min"
+	$(BIN)/python $(SAMPLES) --mode exact --samples 3 --key "ops, exact, auto"
+	$(BIN)/python $(SAMPLES) --mode fast --kernels generated --memory keep --key "ops, fast, generated kernels"
+	$(BIN)/python benchmarks/transformers_models.py --json benchmarks/results/transformers-models.json
+	$(BIN)/python benchmarks/transformers_models.py --mode fast --memory min --json benchmarks/results/transformers-models-fast.json
+	$(BIN)/python benchmarks/transformers_models.py --markdown docs/models.md
+	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/run_fuzz.py --minutes 120 --json benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/trust.py
 
 # Known vulnerabilities of what is installed here. It asks a server, so it is not part of `make test`. Strictly: a package

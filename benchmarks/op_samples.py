@@ -1,222 +1,173 @@
-"""PyTorch's own samples of its differentiable operators, each trained by takeback beside eager.
+"""PyTorch's own samples of its differentiable operators and of its modules, each trained by takeback beside eager.
 
-    python benchmarks/op_samples.py [--mode fast|exact] [--memory min] [--samples 1] [--limit N] [--only NAME ...]
-        [--json FILE]
+    python benchmarks/op_samples.py [--of ops|modules] [--mode fast|exact] [--memory auto] [--early] [--poison]
+        [--kernels eager|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
 
-From `torch.testing._internal.common_methods_invocations.op_db`: on the CPU, in float32, the first samples of each. A
-step multiplies the sample's first tensor by a parameter, calls the op, and adds up what it gives, each number between
--1 and 1; three steps of SGD on values that change, with `poison=True`. In mode fast clusters run with eager's
-kernels, so that what is looked at is the plan. Outcomes: equal in bits, near (1e-4 of the loss and of the parameter's
-change), refused with a reason (a sample that is skipped, because nothing of it can be differentiated, is counted
-here), wrong, foreign exception.
+From `torch.testing._internal`: `common_methods_invocations.op_db` and `common_modules.module_db`, on the CPU, in
+float32, the first samples of each. A step multiplies the sample's first tensor by a parameter, calls the op, and adds
+up what it gives; sample_steps.py says how it is trained and what the outcomes are. In mode fast clusters run with
+eager's kernels, so that what is looked at is the plan; with `--kernels generated` Inductor compiles them, a few seconds
+each. The JSON file holds several such runs, by `--key`.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
+import datetime
 import json
-import math
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-import takeback as tb
 from common import machine
-from takeback.compiler.program import Cluster
-from takeback.compiler.run import kernels
-from takeback.compiler.run.inductor import Compiled, NotCompiled
-from takeback.errors import TakebackError
+from sample_steps import STEPS, How, Row, Subject, Unusable, as_data, counts, not_compiled, outcome, total
 
-STEPS = 3
-OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
-NEAR = 1e-4
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of one sample."""
-
-    op: str
-    sample: int
-    outcome: str
-    reason: str = ""
+__all__ = ["How", "differentiable", "not_compiled", "outcome", "subjects_of_module", "subjects_of_op"]
 
 
 class Scaled(nn.Module):
-    """One number, by which the first tensor is multiplied."""
+    """One number, by which the first tensor is multiplied, and perhaps a module that takes the product."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor(0.9))
+        self.inner = inner
 
 
 def differentiable() -> list[Any]:
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal import common_methods_invocations
 
-    return [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float32, "cpu")]
+    # Samples of ops that draw random numbers set the seed inside of the step; here each step has one before it.
+    common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    ops = common_methods_invocations.op_db
+    return [op for op in ops if op.supports_autograd and op.supports_dtype(torch.float32, "cpu")]
 
 
-def samples_of(op: Any, count: int) -> Iterator[Any]:
+def modules() -> list[Any]:
+    from torch.testing._internal.common_modules import module_db
+
+    return list(module_db)
+
+
+def subjects_of_op(op: Any, count: int) -> Iterator[Subject | Row]:
+    """Of its first samples; a row for one of which there can be no step."""
+    name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
     torch.manual_seed(0)
     for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
         if number >= count:
             return
-        yield sample
+        given = (sample.input, tuple(sample.args), dict(sample.kwargs))
+        yield _subject(name, number, Scaled, given, lambda model, first, args, named: op(first, *args, **named))
 
 
-def total(out: Any) -> torch.Tensor:
-    """A real number that depends on all that an op gives."""
-    found = []
-    for leaf in pytree.tree_leaves(out):
-        if isinstance(leaf, torch.Tensor) and leaf.is_complex():
-            leaf = torch.view_as_real(leaf.resolve_conj())
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            found.append(torch.nn.functional.softsign(leaf).sum())
-    if not found:
-        raise Unusable("it gives no numbers that could be differentiated")
-    return sum(found[1:], found[0])
+def subjects_of_module(info: Any, count: int) -> Iterator[Subject | Row]:
+    torch.manual_seed(0)
+    samples = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=False, training=True)
+    for number, sample in enumerate(list(samples)[:count]):
+        made, taken = sample.constructor_input, sample.forward_input
+        if taken is None:
+            yield Row(info.name, number, "refused", "skipped: the sample has no call of the module")
+            continue
+
+        def build(made: Any = made, taken: Any = taken) -> nn.Module:
+            torch.manual_seed(0)
+            module = info.module_cls(*made.args, **made.kwargs).train()
+            if any(torch.nn.parameter.is_lazy(p) for p in module.parameters()):
+                with torch.no_grad():
+                    module(*taken.args, **taken.kwargs)  # which gives a lazy module its shapes
+            return Scaled(module)
+
+        given = (None, tuple(taken.args), dict(taken.kwargs))
+        call = lambda model, _, args, named: model.inner(*args, **named)  # noqa: E731
+        yield _subject(info.name, number, build, given, call)
 
 
-class Unusable(Exception):
-    """Eager itself cannot make a step of this sample; says why."""
-
-
-def step_of(op: Any, sample: Any) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    """The loss of a step, and the tensors of its batch."""
-    leaves, form = pytree.tree_flatten((sample.input, tuple(sample.args), dict(sample.kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+def _subject(
+    name: str, number: int, build: Callable[[], nn.Module], given: Any, call: Callable[..., Any]
+) -> Subject | Row:
+    """`given`: what `call` takes after the model, of which the first floating-point tensor is multiplied."""
+    leaves, form = pytree.tree_flatten(given)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     scaled = next((i for i in places if leaves[i].is_floating_point() or leaves[i].is_complex()), None)
-    if scaled is None:
-        raise Unusable("none of its operands is a floating-point tensor")
+    try:
+        trains = any(p.requires_grad for p in build().parameters()) and name.startswith("nn.")
+    except Exception as error:
+        return Row(name, number, "refused", f"skipped: it is not built: {type(error).__name__}: {str(error)[:120]}")
+    if scaled is None and not trains:
+        return Row(name, number, "refused", "skipped: none of its operands is a floating-point tensor")
 
-    def loss(model: Scaled, *tensors: torch.Tensor) -> torch.Tensor:
-        given = list(leaves)
+    def loss(model: Any, *tensors: Tensor) -> Tensor:
+        filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor * model.weight if place == scaled else tensor
-        first, args, named = pytree.tree_unflatten(given, form)
-        return total(op(first, *args, **named))
+            filled[place] = tensor * model.weight if place == scaled else tensor
+        found = total(call(model, *pytree.tree_unflatten(filled, form)))
+        return found + 0 * model.weight if scaled is None else found
 
-    return loss, [leaves[i].detach() for i in places]
-
-
-def batch(tensors: Sequence[torch.Tensor], step: int) -> list[torch.Tensor]:
-    """Other values of the same kind: a little smaller in each step, so that they stay where the op is defined."""
-    return [t * (1 - 0.01 * step) if t.is_floating_point() or t.is_complex() else t.clone() for t in tensors]
+    return Subject(name, number, build, loss, [leaves[i].detach() for i in places])
 
 
-def eager(loss_fn: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[list[float], float]:
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    losses = []
-    for i in range(STEPS):
-        torch.manual_seed(i)
-        try:
-            loss = loss_fn(model, *batch(tensors, i))
-        except Unusable:
-            raise
-        except Exception as error:
-            raise Unusable(f"eager raises {type(error).__name__}: {str(error)[:120]}") from error
-        if not loss.requires_grad:
-            raise Unusable("what it gives does not depend on its first operand's gradient")
-        try:
-            loss.backward()
-        except Exception as error:
-            raise Unusable(f"eager's backward raises {type(error).__name__}: {str(error)[:120]}") from error
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.weight.item()
-
-
-def compiled(
-    loss_fn: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], mode: str, memory: str
-) -> tuple[list[float], float]:
-    model = Scaled()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step = tb.compile_step(model, loss_fn, optimizer, mode=mode, memory=memory, poison=True, solve_s=2.0)
-    losses = []
-    for i in range(STEPS):
-        torch.manual_seed(i)
-        losses.append(step(*batch(tensors, i)).item())
-    return losses, model.weight.item()
-
-
-def is_near(found: float, expected: float, scale: float) -> bool:
-    if not math.isfinite(expected):
-        return repr(found) == repr(expected)
-    return abs(found - expected) <= NEAR * max(scale, 1e-6)
-
-
-def outcome(op: Any, number: int, sample: Any, mode: str, memory: str) -> Row:
-    name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+def rows_of(subject: Subject | Row, how: How) -> Row:
+    if isinstance(subject, Row):
+        return subject
     try:
-        loss_fn, tensors = step_of(op, sample)
-        losses, weight = eager(loss_fn, tensors)
+        return outcome(subject, how)
     except Unusable as error:
-        return Row(name, number, "refused", f"skipped: {' '.join(str(error).split())}")
-    try:
-        ours, mine = compiled(loss_fn, tensors, mode, memory)
-    except TakebackError as error:
-        return Row(name, number, "refused", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    except Exception:
-        return Row(name, number, "foreign exception", traceback.format_exc()[-1500:])
-    if repr((ours, mine)) == repr((losses, weight)):
-        return Row(name, number, "equal")
-    moved = abs(weight - Scaled().weight.item())
-    near = all(is_near(a, b, abs(b)) for a, b in zip(ours, losses, strict=True)) and is_near(mine, weight, moved)
-    said = f"losses {ours}, eager's {losses}; parameter {mine}, eager's {weight}"
-    return Row(name, number, "near" if near and mode == "fast" else "wrong", said)
-
-
-def not_compiled(cluster: Cluster, device: torch.device) -> Compiled:
-    raise NotCompiled("eager's kernels were asked for")
-
-
-def counts(rows: Sequence[Row]) -> dict[str, int]:
-    found = collections.Counter(r.outcome for r in rows)
-    return {o: found[o] for o in OUTCOMES}
+        return Row(subject.name, subject.sample, "refused", f"skipped: {error}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", choices=("ops", "modules"), default="ops")
     parser.add_argument("--mode", choices=("exact", "fast"), default="fast")
-    parser.add_argument("--memory", default="min")
+    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--early", action="store_true", help='update="early"')
+    parser.add_argument("--poison", action="store_true")
+    parser.add_argument("--kernels", choices=("eager", "generated"), default="eager", help="of clusters, in mode fast")
     parser.add_argument("--samples", type=int, default=1, help="of each op")
     parser.add_argument("--limit", type=int, help="so many ops")
     parser.add_argument("--only", nargs="*", help="ops by name")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    kernels.compile_cluster = not_compiled
+    parser.add_argument("--key", default="run", help="under which name it is put into the JSON file")
+    asked = parser.parse_args()
+    how = How(asked.mode, asked.memory, "early" if asked.early else "end", asked.poison, asked.kernels)
+    how.use_kernels_()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    ops = [op for op in differentiable() if not arguments.only or op.name in arguments.only][: arguments.limit]
+    infos = differentiable() if asked.of == "ops" else modules()
+    infos = [info for info in infos if not asked.only or info.name in asked.only][: asked.limit]
+    subjects_of = subjects_of_op if asked.of == "ops" else subjects_of_module
     rows: list[Row] = []
     start = time.perf_counter()
-    for op in ops:
-        for number, sample in enumerate(samples_of(op, arguments.samples)):
-            rows.append(outcome(op, number, sample, arguments.mode, arguments.memory))
-            if rows[-1].outcome in ("wrong", "foreign exception") or arguments.only:
+    for done, info in enumerate(infos, 1):
+        for subject in subjects_of(info, asked.samples):
+            rows.append(rows_of(subject, how))
+            if rows[-1].outcome in ("wrong", "foreign exception") or asked.only:
                 print(rows[-1], flush=True)
-        if len(rows) % 20 == 0:
-            print(f"{time.perf_counter() - start:.0f} s, {len(rows)} samples: {counts(rows)}", flush=True)
-        if arguments.json is not None:
-            found = {
-                "machine": machine() | {"mode": arguments.mode, "memory": arguments.memory, "steps": STEPS},
-                "ops": len(ops),
-                "counts": counts(rows),
-                "samples": [asdict(r) for r in rows],
-            }
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(counts(rows))
+        if done % 20 == 0 or done == len(infos):
+            print(f"{time.perf_counter() - start:.0f} s, {done} of {len(infos)}: {counts(rows)}", flush=True)
+            if asked.json is not None:
+                known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+                known[asked.key] = {
+                    "date": datetime.date.today().isoformat(),
+                    "minutes": round((time.perf_counter() - start) / 60, 1),
+                    "machine": machine(),
+                    "how": asdict(how) | {"of": asked.of, "steps": STEPS, "samples of each": asked.samples},
+                    "subjects": done,
+                    "counts": counts(rows),
+                    "kernels": {
+                        "generated": sum(r.generated for r in rows),
+                        "given up": sum(len(r.given_up) for r in rows),
+                    },
+                    "rows": list(as_data(rows)),
+                }
+                asked.json.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

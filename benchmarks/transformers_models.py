@@ -5,7 +5,8 @@
 
 Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
 with dropout as configured. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
-cannot train at this size is skipped. Each model has a process and a minute.
+cannot train at this size is skipped. Each model has a process and a minute. What is refused is tried once more as
+transformers_advice.py says, where it says something: "as advised".
 
 In mode fast, clusters run with eager's kernels unless others are asked for: generating some hundred for each model
 takes hours. Then SGD trains, whose updates are as near to one another as the gradients are (AdamW turns what rounding
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import datetime
 import json
 import multiprocessing
 import os
@@ -48,12 +50,16 @@ from takeback.compiler.run import kernels
 from takeback.compiler.run.inductor import Compiled, NotCompiled
 from takeback.errors import TakebackError
 from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of
+from transformers_advice import NONE, Advice, advice_for
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
 FAST = Path(__file__).parent / "results" / "transformers-models-fast.json"
 SECONDS = 60.0
-OUTCOMES = ("equal", "equal, several plans", "near", "refused", "differs", "foreign exception", "timeout", "skipped")
+OUTCOMES = (
+    *("equal", "equal, several plans", "near", "as advised", "refused", "differs"),
+    *("foreign exception", "timeout", "skipped"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Row:
     parameters: int = 0
     inputs: tuple[str, ...] = field(default=())
     memory: str = "keep"
+    advice: str = ""  #: that was followed
 
 
 @dataclass(frozen=True)
@@ -157,10 +164,11 @@ def far(
     return found
 
 
-def trainable(architecture: Architecture) -> tuple[Build, Batches, tuple[str, ...]] | str:
+def trainable(architecture: Architecture, advice: Advice) -> tuple[Build, Batches, tuple[str, ...]] | str:
     """A config and a kind of batch with which eager can train the model; or why there is none."""
     why = ""
     for config in configs(architecture):
+        advice.change_(config)
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in architecture.model_class(config).parameters())
@@ -171,7 +179,8 @@ def trainable(architecture: Architecture) -> tuple[Build, Batches, tuple[str, ..
         except Exception as error:
             why = why or f"not built: {one_line(error)}"
             continue
-        for kind, given in enumerate(batches(architecture, model, 0)):
+        for kind, whole in enumerate(batches(architecture, model, 0)):
+            given = advice.without_some(whole)
             if not fits(model, given):
                 continue
             try:
@@ -185,9 +194,16 @@ def trainable(architecture: Architecture) -> tuple[Build, Batches, tuple[str, ..
                 continue
 
             def batch(i: int, kind: int = kind, model: Any = model) -> dict[str, Any]:
-                return list(batches(architecture, model, i))[kind]
+                return advice.without_some(list(batches(architecture, model, i))[kind])
 
-            return lambda config=config: built(architecture, config), batch, tuple(given)
+            def build(config: Any = config, batch: Batches = batch) -> Any:
+                made = built(architecture, config)
+                if advice.runs_once:
+                    seed(99)
+                    loss_of(made, **batch(0))
+                return made
+
+            return build, batch, tuple(given)
     return why or "no batch that its forward takes"
 
 
@@ -224,10 +240,11 @@ def sites_of_misses(step: Any) -> list[str]:
     return found
 
 
-def examine(architecture: Architecture, how: How) -> Row:
+def examine(architecture: Architecture, how: How, advice: Advice = NONE) -> Row:
     row: dict[str, Any] = {"name": architecture.name, "task": architecture.task, "model_type": architecture.model_type}
+    advice.begin_()
     try:
-        found = trainable(architecture)
+        found = trainable(architecture, advice)
         if isinstance(found, str):
             return Row(**row, outcome="skipped", reason=found)
         build, batch, inputs = found
@@ -278,17 +295,29 @@ def seconds_of_check(plan: Any, leaves: Sequence[torch.Tensor]) -> float:
     return min(times)
 
 
-def _child(architecture: Architecture, how: How, pipe: Connection) -> None:
+def _child(architecture: Architecture, how: How, advice: Advice, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    pipe.send(examine(architecture, how))
+    pipe.send(examine(architecture, how, advice))
 
 
-def alone(architecture: Architecture, how: How) -> Row:
+def tried(architecture: Architecture, how: How) -> Row:
+    """As it comes, and if that is refused, as advised."""
+    row = alone(architecture, how)
+    advice = advice_for(row.reason) if row.outcome == "refused" else None
+    if advice is None:
+        return row
+    again = alone(architecture, how, advice)
+    if again.outcome not in ("equal", "near"):
+        return replace(row, reason=f"{row.reason} As advised ({advice.text}): {again.outcome}: {again.reason}")
+    return replace(again, outcome="as advised", reason=row.reason, advice=f"{advice.text}: {again.outcome}")
+
+
+def alone(architecture: Architecture, how: How, advice: Advice = NONE) -> Row:
     """In a process of its own, which is forked so that transformers is imported once."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(architecture, how, theirs))
+    process = context.Process(target=_child, args=(architecture, how, advice, theirs))
     process.start()
     theirs.close()
     row = Row(architecture.name, architecture.task, architecture.model_type, "timeout", f"{SECONDS:.0f} s")
@@ -340,15 +369,6 @@ def cause(row: Row) -> str:
     return re.sub(r"\b\d[\d,.]*\b", "…", text).rstrip(".")
 
 
-#: What was tried and gives eager's bits from one plan, by a part of the reason.
-ADVICE = {
-    "draws other random numbers the first time": "run the model once before the first step (tried: BigBird)",
-    "without torch's dispatcher": "`PYTORCH_JIT=0` in the environment (tried: both)",
-    "index.Tensor gives a tensor whose shape depends on the data, so": "`apply_spec_augment=False` in the config of "
-    "speech models (tried: Wav2Vec2, Hubert)",
-}
-
-
 def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
     """What works, and why the rest does not."""
     trained = [r for r in rows if r.outcome != "skipped"]
@@ -385,8 +405,7 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for r in sorted(trained, key=lambda r: OUTCOMES.index(r.outcome)):
         if r.outcome != "equal":
-            advice = next((a for part, a in ADVICE.items() if part in r.reason), "")
-            groups.setdefault((r.outcome, cause(r), advice), []).append(r.name)
+            groups.setdefault((r.outcome, cause(r), r.advice.partition(":")[0]), []).append(r.name)
     for (outcome, why, advice), names in sorted(
         groups.items(), key=lambda g: (OUTCOMES.index(g[0][0]), -len(g[1]), g[0][1])
     ):
@@ -401,8 +420,8 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
 
 
 def fast_part(rows: Sequence[Row]) -> list[str]:
-    """What mode fast makes of some of them."""
-    shown = ("equal", "equal, several plans", "near", "refused", "differs", "foreign exception", "timeout")
+    """What mode fast makes of them."""
+    shown = OUTCOMES[: OUTCOMES.index("skipped")]
     lines = [
         "## Mode fast",
         "",
@@ -417,11 +436,14 @@ def fast_part(rows: Sequence[Row]) -> list[str]:
         found = totals([r for r in rows if r.memory == memory])
         lines.append(f"| {memory} | {' | '.join(str(found[o]) for o in shown)} |")
     late = [r.name for r in rows if r.outcome == "timeout"]
-    return [*lines, "", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}.", ""]
+    if late:
+        lines += ["", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}."]
+    return [*lines, ""]
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
     found = {
+        "date": datetime.date.today().isoformat(),
         "machine": machine() | {"transformers": transformers.__version__, "steps": STEPS},
         "counts": totals(rows),
         "by_task": counts(rows),
@@ -474,7 +496,7 @@ def main() -> None:
     rows: list[Row] = []
     start = time.perf_counter()
     for i, architecture in enumerate(chosen):
-        row = replace(examine(architecture, how) if arguments.here else alone(architecture, how), memory=how.memory)
+        row = replace(examine(architecture, how) if arguments.here else tried(architecture, how), memory=how.memory)
         rows.append(row)
         known[row.name] = row
         took = time.perf_counter() - start

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import trust_faults
+import trust_samples
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "trust.md"
@@ -49,32 +52,58 @@ What takes no part: how long an op needs its scratch is measured in a first repl
 plan from the cache brings it along; the cache is private to the user, and each entry has a digest.
 """
 
-_SOAK = """## A long training
+_SOAK = """## A long training{title}
 
 {steps} steps of a small model with dropout, running statistics and a shared weight, in {shapes} shapes that take turns,
-beside an eager twin. Every loss was compared, and every 100 steps all parameters, buffers and optimizer state.
+beside an eager twin. Every loss was compared, and every {every} steps all parameters, buffers and optimizer
+state{how}.
 
 | | |
 |---|--:|
-| losses or tensors that differed by a bit | {differences} |
+| losses or tensors that differed{by} | {differences} |
 | plans made | {plans_made} |
 | replays | {replays} |
 | resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
 | objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
 
-`benchmarks/soak.py`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.
+`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.{note}
+"""
+
+_FAULTS = """## What may go wrong around a step
+
+Each fault has its tests, which state what comes of it.
+
+{table}
 """
 
 
 def page() -> str:
     """The text of docs/trust.md."""
+    sections: dict[str, Callable[[Any], str]] = {
+        "mutations": _mutations,
+        "op-samples": trust_samples.samples,
+        "transformers-models": _models,
+        "fuzz": trust_samples.fuzz,
+        "faults-around": lambda _: _FAULTS.format(table=trust_faults.table()),
+        "soak": _soak,
+        "soak-fast": _soak,
+        "soak-gpu": trust_samples.gpu,
+        "big-buffers": trust_samples.big,
+    }
     parts = [_HEAD]
-    sections: dict[str, Callable[[dict[str, Any]], str]] = {"mutations": _mutations, "soak": _soak}
     for name, section in sections.items():
         file = RESULTS / f"{name}.json"
         if file.exists():
             parts.append(section(json.loads(file.read_text())))
+        elif name == "faults-around":
+            parts.append(section(None))
     return "\n".join(parts)
+
+
+def _models(exact: dict[str, Any]) -> str:
+    fast = RESULTS / "transformers-models-fast.json"
+    found = {"exact": exact} | ({"fast": json.loads(fast.read_text())} if fast.exists() else {})
+    return trust_samples.models(found)
 
 
 def _mutations(found: dict[str, Any]) -> str:
@@ -99,7 +128,14 @@ def _mutations(found: dict[str, Any]) -> str:
 
 def _soak(found: dict[str, Any]) -> str:
     growth = found["growth from the second quarter to the last"]
+    fast = found.get("mode") == "fast"
     return _SOAK.format(
+        title=", in mode fast" if fast else "",
+        how=", within 1e-2 of their norm; then takeback went on from eager's" if fast else "",
+        every=10 if fast else 100,
+        note=f"\n{found['note']}" if "note" in found else "",
+        by=" by more" if fast else " by a bit",
+        asked=" --mode fast" if fast else "",
         steps=f"{found['steps']:,}",
         replays=f"{found['replays']:,}",
         mib=growth["resident_mib"],

@@ -119,6 +119,8 @@ THINNED = {
     "integrations/test_lightning.py": 2,
     "integrations/test_trainer.py": 2,
     "nn/test_abn_sync.py": 2,
+    "step/test_trouble.py": 3,
+    "step/test_other_paths.py": 5,
 }
 
 

@@ -30,3 +30,79 @@ def test_long_training_neither_drifted_nor_grew() -> None:
     assert found["steps"] >= 100_000
     assert found["differences"] == 0
     assert found["plans_made"] == found["shapes"]
+
+
+def test_no_sample_was_wrong_in_either_mode() -> None:
+    found = json.loads((RESULTS / "op-samples.json").read_text())
+    assert {(run["how"]["of"], run["how"]["mode"]) for run in found.values()} == {
+        (of, mode) for of in ("ops", "modules") for mode in ("exact", "fast")
+    }
+    for name, run in found.items():
+        assert run["counts"]["wrong"] == run["counts"]["foreign exception"] == 0, name
+        assert run["subjects"] >= (114 if run["how"]["of"] == "modules" else 540), name
+        assert run["counts"]["refused"] <= 0.05 * sum(run["counts"].values()), name
+    assert any(run["how"]["kernels"] == "generated" for run in found.values())
+
+
+@pytest.mark.parametrize("file", ["transformers-models.json", "transformers-models-fast.json"])
+def test_no_model_was_wrong_and_few_were_refused(file: str) -> None:
+    counts = json.loads((RESULTS / file).read_text())["counts"]
+    trained = sum(n for outcome, n in counts.items() if outcome != "skipped")
+    assert counts["differs"] == counts["foreign exception"] == 0
+    assert trained >= 120
+    assert counts["refused"] <= 0.05 * trained
+
+
+def test_no_random_program_was_wrong() -> None:
+    found = json.loads((RESULTS / "fuzz.json").read_text())
+    assert found["wrong"] == []
+    assert found["programs"] > 500
+
+
+def test_training_in_mode_fast_neither_drifted_nor_grew() -> None:
+    found = json.loads((RESULTS / "soak-fast.json").read_text())
+    assert found["mode"] == "fast"
+    assert found["differences"] == 0
+    assert found["plans_made"] == found["shapes"]
+
+
+def test_every_fault_that_is_listed_has_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import trust_faults
+
+    for line in trust_faults.TROUBLE:
+        for test in line.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (Path(__file__).parent / file).read_text(), test
+
+
+def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import soak_gpu
+
+    fine = {
+        "steps": 20,
+        "of": 20,
+        "distance from eager": 0.01,
+        "distances between eager's seeds": [0.01, 0.02],
+        "growth from the second quarter to the last": {"device MiB": 0.0, "host MiB": 3.0, "objects": 2},
+        "plans made": 1,
+    }
+    assert soak_gpu.problems(fine) == []
+    growth = {"device MiB": 9.0, "host MiB": 99.0, "objects": 9999}
+    bad = {"steps": 10, "distance from eager": 0.05, "growth from the second quarter to the last": growth}
+    assert len(soak_gpu.problems(fine | bad | {"plans made": 2})) == 6
+    assert soak_gpu.distance([1.0, 2.0], [1.0, 2.0]) == 0.0
+    assert soak_gpu.distance([1.0, 2.0], [2.0, 3.0]) == 1.0
+
+
+@pytest.mark.slow
+def test_step_of_large_buffers_at_a_small_size_has_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import big_buffers
+
+    found = big_buffers.compare(4 * big_buffers.COLUMNS, "keep")
+    assert found["differences"] == []
+    assert found["replays"] == big_buffers.STEPS - 1
+    assert found["elements in one buffer"] == 4 * big_buffers.COLUMNS
+    assert big_buffers.FULL > 1 << 31

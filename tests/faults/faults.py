@@ -726,6 +726,30 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_guards.py::test_lazily_built_parameter_free_module_cache_with_dropout_draws_eagers_numbers",),
     ),
     PlantedFault(
+        "verify: eager runs beside a plan whatever way the step goes",
+        "compiler/run/verify.py",
+        "        if all(op.expected is None for op in program.ops):\n            return\n",
+        "        if program.ops:\n            return\n",
+        ("tests/step/test_other_paths.py::test_what_eager_writes_on_another_way_is_put_back[settings0-Dropped]",),
+    ),
+    PlantedFault(
+        "arena: it is mapped when the step has been made",
+        "compiler/run/arena_executor.py",
+        "        # Bytes are reserved where it runs: without room",
+        "        arena.reserve_(layout.placed.size_bytes)  # without room",
+        (
+            "tests/step/test_trouble.py::"
+            "test_no_room_for_the_arena_takes_the_step_back_and_the_next_one_is_right[first plan-exact]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a lazy module is taken for one with shapes",
+        "compiler/capture/subject.py",
+        "            if torch.nn.parameter.is_lazy(tensor):",
+        "            if torch.nn.parameter.is_lazy(name):",
+        ("tests/step/test_refusals.py::test_lazy_module_is_refused_until_it_has_its_shapes[<lambda>0]",),
+    ),
+    PlantedFault(
         "verify: what is on one side only is no difference",
         "compiler/run/proof.py",
         "if name not in expected or name not in found or not same",

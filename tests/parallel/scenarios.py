@@ -474,7 +474,9 @@ def a_rank_fails(rank: int, group: dist.ProcessGroup) -> None:
             with pytest.raises(RuntimeError):
                 step(x[:, :1], y)
         else:
-            with pytest.raises(tb.ReduceError, match=r"could not be averaged over the group \(rank 0 of 2\)"):
+            with pytest.raises(
+                tb.ReduceError, match=rf"could not be averaged over the group \(rank {rank} of {group.size()}\)"
+            ):
                 step(x, y)
             assert time.monotonic() - started < 3 * a_rank_fails.timeout_s  # type: ignore[attr-defined]
         with pytest.raises(tb.ReduceError, match=rf"rank {rank} has failed in an earlier step"):
@@ -482,6 +484,23 @@ def a_rank_fails(rank: int, group: dist.ProcessGroup) -> None:
 
 
 a_rank_fails.timeout_s = 3  # type: ignore[attr-defined]
+
+
+def a_rank_hangs(rank: int, group: dist.ProcessGroup) -> None:
+    """The others wait until the group's time is up, and no longer. When it comes back it is told, too."""
+    step, model, optimizer = _trained(rank, group)
+    started = time.monotonic()
+    with unchanged(model, optimizer):
+        if rank == 1:
+            time.sleep(3 * a_rank_hangs.timeout_s)  # type: ignore[attr-defined]
+        with pytest.raises(tb.ReduceError, match="Another rank has failed or ended, or did not come to the same step"):
+            step(*rows(rank, 8, (2, 6, 6))(9))
+        assert rank == 1 or time.monotonic() - started < 3 * a_rank_hangs.timeout_s  # type: ignore[attr-defined]
+        with pytest.raises(tb.ReduceError, match=rf"rank {rank} has failed in an earlier step"):
+            step(*rows(rank, 8, (2, 6, 6))(9))
+
+
+a_rank_hangs.timeout_s = 3  # type: ignore[attr-defined]
 
 
 def a_target_is_out_of_reach(rank: int, group: dist.ProcessGroup) -> None:

@@ -33,6 +33,7 @@ TWO = [
 LAST = "a_rank_dies"
 FOUR = ["plain", "accumulated_and_clipped", "unused"]
 FOUR_MORE = ["uneven", "ranks_agree"]
+IN_TROUBLE = ["a_rank_fails", "a_rank_hangs"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def four_more(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return run_ranks(4, "scenarios", FOUR_MORE, tmp_path_factory.mktemp("four"))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def in_trouble(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_ranks(request.param, "scenarios", [*IN_TROUBLE, LAST], tmp_path_factory.mktemp("trouble"))
 
 
 @pytest.mark.parametrize("scenario", TWO)
@@ -69,3 +75,16 @@ def test_four_ranks_as_two(four_more: dict[str, list[str]], scenario: str) -> No
 
 def test_the_other_rank_is_told_when_one_dies(two: dict[str, list[str]]) -> None:
     assert two[LAST] == [FINE, "gone"], two[LAST][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", IN_TROUBLE)
+def test_ranks_that_wait_for_one_in_trouble_are_told(in_trouble: dict[str, list[str]], scenario: str) -> None:
+    assert not any(in_trouble[scenario]), "\n".join(in_trouble[scenario])
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_dead_one_are_told(in_trouble: dict[str, list[str]]) -> None:
+    first, gone, *others = in_trouble[LAST]
+    assert gone == "gone"
+    assert not any((first, *others)), "\n".join((first, *others))

@@ -44,11 +44,30 @@ def test_samples_of_operators_are_near_eager(monkeypatch: pytest.MonkeyPatch, so
     op_samples = importlib.import_module("op_samples")
     monkeypatch.setattr(kernels, "compile_cluster", op_samples.not_compiled)
     known = {op.name: op for op in op_samples.differentiable()}
+    how = op_samples.How("fast", "min", "early", poison=True)
     rows = [
-        op_samples.outcome(known[name], number, sample, "fast", "min")
-        for name in SOME[some]
-        for number, sample in enumerate(op_samples.samples_of(known[name], 1))
+        op_samples.outcome(subject, how) for name in SOME[some] for subject in op_samples.subjects_of_op(known[name], 1)
     ]
     assert len(rows) == len(SOME[some])
     assert [row for row in rows if row.outcome not in ("equal", "near")] == []
     assert sum(row.outcome == "equal" for row in rows) > len(rows) // 2
+
+
+MODULES = {
+    "quick": ("nn.BatchNorm1d", "nn.GRU", "nn.LazyConv1d"),
+    "more": ("nn.MultiheadAttention", "nn.TransformerEncoderLayer", "nn.Embedding", "nn.BCELoss", "nn.RReLU"),
+}
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("some", quick_ones(MODULES, ("quick",)))
+def test_samples_of_modules_are_equal_to_eager(monkeypatch: pytest.MonkeyPatch, some: str) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples = importlib.import_module("op_samples")
+    infos = [info for info in op_samples.modules() if info.name in MODULES[some]]
+    how = op_samples.How("exact", "min", "early", poison=True)
+    subjects = [subject for info in infos for subject in op_samples.subjects_of_module(info, 2)]
+    rows = [op_samples.outcome(subject, how) for subject in subjects]
+    assert len(rows) >= len(infos) >= 3
+    assert [row for row in rows if row.outcome != "equal"] == []

@@ -130,6 +130,19 @@ def test_shape_that_depends_on_the_data_is_refused_with_op_line_and_advice(bad: 
     assert "torch.where" in message
 
 
+@pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(16), lambda: nn.LazyBatchNorm1d(affine=False)])
+def test_lazy_module_is_refused_until_it_has_its_shapes(lazy: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(lazy(), nn.LazyLinear(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = tb.compile_step(model, cross_entropy, optimizer)
+    with pytest.raises(CaptureError, match=r"[01]\.weight of a lazy module .* Run the model once"):
+        step(*xy(0))
+    with torch.no_grad():
+        model(xy(0)[0])
+    good_steps_equal_eagers(model, optimizer, step, cross_entropy)
+
+
 def test_integer_indexing_is_not_mistaken_for_a_mask() -> None:
     model = mlp()
     optimizer = sgd(model)

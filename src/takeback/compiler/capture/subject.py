@@ -90,6 +90,17 @@ def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None
     return optimizers
 
 
+def _check_initialized(modules: Mapping[str, torch.nn.Module]) -> None:
+    """Refuses tensors of lazy modules that have no shape yet: the step would give them one, once."""
+    for outer in modules.values():
+        for name, tensor in (*outer.named_parameters(), *outer.named_buffers()):
+            if torch.nn.parameter.is_lazy(tensor):
+                raise CaptureError(
+                    f"{name} of a lazy module has no shape yet: the first forward gives it one. Run the model once on "
+                    f"such a batch before the first step, under torch.no_grad()."
+                )
+
+
 def _is_sharded(module: torch.nn.Module) -> bool:
     """By FullyShardedDataParallel or fully_shard; by name, for to import them takes a second."""
     return any(
@@ -140,6 +151,7 @@ def build(
             f"there is {hook}, and a replay runs no Python, so it would be dropped. Remove it, or do its work inside "
             f"loss_fn (values to look at can be returned as aux)."
         )
+    _check_initialized({"": model, **beside})
     derived = derived_of({id(m): m for outer in (model, *beside.values()) for m in outer.modules()}.values())
     settle_(derived)
     names = {id(p): name for name, p in model.named_parameters()}

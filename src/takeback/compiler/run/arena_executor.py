@@ -43,7 +43,7 @@ class ArenaExecutor(Executor):
         self._script: Script | None = None
         self._compute: Compute | None = None
         self._update: Update | None = None
-        arena.reserve_(layout.placed.size_bytes)
+        # Bytes are reserved where it runs: without room for them that step is taken back, and this one has been made.
 
     @property
     def serves_ops(self) -> bool:

@@ -116,6 +116,7 @@ class MicrobatchBesideEager(BesideEager):
     def of_gradients(self, run: Run) -> Any:
         """The result of the replay, whose loss, sums and statistics are eager's; else the call is taken back."""
         micro = self.micro
+        self.goes_this_way(run)
         put_back_ = saved([*self.written(), *micro.before.values()], self.executor.program)
         with Transaction() as aside:
             aside.at_end(micro.put_back_)

@@ -7,6 +7,7 @@ run, and eager's result is what stays.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,10 @@ class ForwardDiffers(Exception):
     where no gradients are wanted."""
 
 
+class _Reached(Exception):
+    """A replay has computed everything before its update."""
+
+
 class ForwardFails(Exception):
     """There is no eager forward without gradients to compare with; says why."""
 
@@ -72,14 +77,28 @@ class BesideEager:
 
     def of_gradients(self, run: Run) -> Any:
         """The result of the replay, whose loss, gradients and statistics are eager's; else the step is taken back."""
+        self.goes_this_way(run)
         expected = self._eager_gradients()
         return run(functools.partial(self._compare, expected))
 
+    def goes_this_way(self, run: Run) -> None:
+        """Replays as far as the update, and takes that back. Raises `HeldValueChanged` where the step decides by a
+        value that is another one now: eager would go another way, and write what the plan does not know of."""
+        program = self.executor.program
+        if all(op.expected is None for op in program.ops):
+            return
+        with Transaction() as tried:
+            tried.at_end(saved(self.written(), program))
+            tried.compute()
+            with contextlib.suppress(_Reached):
+                run(_stop)
+
     def _eager_gradients(self) -> dict[str, Kept]:
-        """Of eager's forward and backward for this step, which are then taken back."""
+        """Of eager's forward and backward for this step, which are then taken back: also what only eager writes, where
+        the plan is stale."""
         with Transaction() as aside:
             aside.at_end(self.recipe.drop_grads_)
-            aside.at_end(saved(self.written(), self.executor.program))
+            aside.at_end(saved([*self.written(), *self.recipe.model.buffers()], self.executor.program))
             aside.compute()
             with torch.enable_grad(), self.aside.around():
                 loss = _gradients(self.recipe, self.batch, self.scaling)
@@ -122,6 +141,7 @@ class BesideEager:
         """The result of the replay, whose loss is that of eager's forward, which is run without gradients. Raises
         `ForwardDiffers` where it is not, with the step taken back, and `ForwardFails` where it cannot be run so. `seen`
         is told the most bytes that eager's forward took, where the allocator counts them."""
+        self.goes_this_way(run)
         program = self.executor.program
         with Transaction() as aside:
             aside.at_end(saved(self.written(), program))
@@ -280,6 +300,10 @@ def _gradients(recipe: Recipe, batch: Batch, scaling: Scaling | None) -> torch.T
         scaling.unscale_()
         clip_(recipe.parameters, recipe.clip_norm)
     return loss
+
+
+def _stop() -> None:
+    raise _Reached
 
 
 def _gradient(parameter: str) -> str:

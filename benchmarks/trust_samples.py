@@ -1,0 +1,182 @@
+"""The sections of docs/trust.md on samples, models, fuzzing, large buffers and a GPU: results in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
+
+_SAMPLES = """## PyTorch's own samples
+
+Every differentiable operator of `torch.testing`'s `op_db` and every module of its `module_db`, on the CPU in float32:
+{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager. "equal": losses,
+parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in float64 than
+twice what eager is, plus {near:g} of the change. A sample of which eager itself makes no step counts as refused.
+
+| samples | memory | clusters run with | subjects | {heads} |
+|---|---|---|--:|{lines}
+{rows}
+
+Inductor made {generated} kernels for the clusters of these steps; {given_up} more were given up where they were
+compared with double precision, and eager's ran in their place.
+
+Why samples were refused, in mode exact:
+
+| reason | samples |
+|---|---|
+{refusals}
+
+`benchmarks/op_samples.py`, {date}, torch {torch}, Python {python}, {device}.
+"""
+
+_MODELS = """## Models of transformers
+
+Every architecture of transformers {transformers} that can be built tiny and trained by eager, 4 steps, without
+downloads: [the whole table](models.md). "as advised": refused as it comes, and right with the setting that the table
+names, which was tried. Rows are of several runs; a model that was late on a busy machine keeps the row it had.
+
+| mode | models | {heads} | refused |
+|---|--:|{lines}--:|
+{rows}
+
+`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}, {device}.
+"""
+
+_FUZZ = """## Random programs
+
+Programs drawn by hypothesis: up to 14 of {instructions} instructions (modules whose weights are shared, loops, views,
+writes in place, other dtypes on the way, dropout, empty parts), batches of six layouts whose row counts change from
+step to step, zero and one among them, three optimizers, `memory=` "auto", "min" or "keep", with and without poison,
+early updates and clipping. Each is trained beside eager in both modes; mode fast with eager's kernels in its clusters.
+
+| mode | programs | equal | near | refused | wrong |
+|---|--:|--:|--:|--:|--:|
+{rows}
+
+`tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes.{note}
+"""
+
+_BIG = """## Large buffers
+
+A step with {elements:,} elements in one buffer (2^31 are {limit:,}) and an arena of {gib:.1f} GiB, beside eager:
+{differences} of loss, aux, gradient and parameters differed by a bit. `benchmarks/big_buffers.py`, {date},
+torch {torch}, Python {python}, {device}, {threads} threads, {seconds} s.
+"""
+
+_GPU = """## A training on a GPU
+
+{steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast beside eager, on the same batches, from the same weights
+and seed, and two more of eager's with other seeds for dropout. Distances of loss curves, in means of a hundredth part
+of the way each: takeback from eager {ours:.4f}, eager's seeds from one another {least:.4f} to {most:.4f}. Growth from
+the second quarter to the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}, {seconds} s.
+"""
+
+
+def samples(found: Mapping[str, Any]) -> str:
+    first = next(iter(found.values()))
+    rows = [_row(run, run["how"]) for run in found.values()]
+    refused: dict[str, set[str]] = {}
+    for run in (run for run in found.values() if run["how"]["mode"] == "exact"):
+        for row in run["rows"]:
+            if row["outcome"] == "refused":
+                refused.setdefault(_reason(row["reason"]), set()).add(row["op"])
+    ordered = sorted(refused.items(), key=lambda item: (-len(item[1]), item[0]))
+    kernels = [run["kernels"] for run in found.values() if run["how"]["kernels"] == "generated"]
+    return _SAMPLES.format(
+        steps=first["how"]["steps"],
+        near=1e-4,
+        heads=" | ".join(OUTCOMES),
+        lines="--:|" * len(OUTCOMES),
+        rows="\n".join(rows),
+        generated=f"{sum(k['generated'] for k in kernels):,}",
+        given_up=f"{sum(k['given up'] for k in kernels):,}",
+        refusals="\n".join(f"| {why} | {', '.join(sorted(names))} |" for why, names in ordered),
+        date=max(run["date"] for run in found.values()),
+        **{k: first["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+def _row(run: Mapping[str, Any], how: Mapping[str, Any]) -> str:
+    counts = " | ".join(f"{run['counts'][o]:,}" for o in OUTCOMES)
+    extra = [word for word, on in (("early", how["update"] == "early"), ("poison", how["poison"])) if on]
+    memory = ", ".join((f'"{how["memory"]}"', *extra))
+    kernels = {"exact": "", "fast": "Inductor's kernels" if how["kernels"] == "generated" else "eager's kernels"}
+    what = f"{how['of']}, {how['samples of each']} of each, {how['mode']}"
+    return f"| {what} | {memory} | {kernels[how['mode']]} | {run['subjects']} | {counts} |"
+
+
+def _reason(text: str) -> str:
+    """Without what is this sample's own."""
+    for part, short in (
+        ("shape depends on the data", "a shape depends on the data"),
+        ("of layout", "sparse tensors"),
+        ("has layout", "sparse tensors"),
+        ("ZeroTensor", "a ZeroTensor, which has no bytes"),
+        ("sets the random state", "the random state is set inside of the step"),
+        ("other bits", "other bits than eager's in a plan's first replay, which were found, and the step taken back"),
+        ("eager's backward raises", "skipped: eager's backward raises"),
+        ("eager raises", "skipped: eager raises"),
+    ):
+        if part in text:
+            return short
+    return text.partition(". ")[0].replace("|", "/")[:160]
+
+
+def models(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """`found`: by mode."""
+    shown = ("equal", "equal, several plans", "near", "as advised", "differs", "foreign exception", "timeout")
+    rows = []
+    for mode, run in found.items():
+        counts = run["counts"]
+        trained = sum(n for outcome, n in counts.items() if outcome != "skipped")
+        refused = f"{counts['refused']} ({counts['refused'] / trained:.1%})"
+        rows.append(f"| {mode} | {trained} | {' | '.join(str(counts.get(o, 0)) for o in shown)} | {refused} |")
+    machine = next(iter(found.values()))["machine"]
+    return _MODELS.format(
+        date=max(run["date"] for run in found.values()),
+        heads=" | ".join(shown),
+        lines="--:|" * len(shown),
+        rows="\n".join(rows),
+        **{k: machine[k] for k in ("transformers", "torch", "python", "device")},
+    )
+
+
+def fuzz(found: Mapping[str, Any]) -> str:
+    wrong = len(found["wrong"])
+    rows = [
+        f"| {mode} | {sum(counts.values()):,} | "
+        f"{' | '.join(f'{counts.get(o, 0):,}' for o in ('equal', 'near', 'refused'))} | {wrong} |"
+        for mode, counts in found["counts"].items()
+    ]
+    named = ("instructions", "seed", "date", "torch", "python", "minutes")
+    note = f"\n{found['note']}" if "note" in found else ""
+    return _FUZZ.format(rows="\n".join(rows), note=note, **{k: found[k] for k in named})
+
+
+def big(found: Mapping[str, Any]) -> str:
+    return _BIG.format(
+        elements=found["elements in one buffer"],
+        limit=1 << 31,
+        gib=found["arena bytes"] / 2**30,
+        differences=len(found["differences"]) or "none",
+        date=found["date"],
+        seconds=found["seconds in all"],
+        **{k: found["machine"][k] for k in ("torch", "python", "device", "threads")},
+    )
+
+
+def gpu(found: Mapping[str, Any]) -> str:
+    noise: Sequence[float] = found["distances between eager's seeds"]
+    growth = found["growth from the second quarter to the last"]
+    return _GPU.format(
+        steps=found["steps"],
+        shape=" x ".join(map(str, found["rows and length"])),
+        ours=found["distance from eager"],
+        least=min(noise),
+        most=max(noise),
+        growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()),
+        date=found["date"],
+        seconds=found["seconds"]["all"],
+        **{k: found["machine"][k] for k in ("torch", "device")},
+    )

@@ -1,0 +1,39 @@
+"""Random programs train as in eager, or are refused by an error of takeback's: a short part of run_fuzz.py."""
+
+from __future__ import annotations
+
+import pytest
+from drawn_steps import APPLY, Recipe, recipes
+from hypothesis import HealthCheck, given, settings
+from trials import eager, judge
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "short_search", "eagers_kernels"),
+    pytest.mark.filterwarnings("ignore"),
+]
+FEW = settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+
+
+@FEW
+@given(recipes())
+def test_random_program_trains_as_in_eager(recipe: Recipe) -> None:
+    for mode in ("exact", "fast"):
+        judge(recipe, mode)
+
+
+@pytest.mark.slow
+@settings(FEW, max_examples=200)
+@given(recipes())
+def test_many_random_programs_train_as_in_eager(recipe: Recipe) -> None:
+    for mode in ("exact", "fast"):
+        judge(recipe, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(APPLY))
+def test_each_instruction_is_part_of_a_program_that_is_not_refused(name: str) -> None:
+    """So that the property does not rest on what happened to be drawn, or on refusals."""
+    recipe = Recipe((("linear", 0, 0), ("mul", 3, 2), (name, 4, 3)), (6, 6, 3, 6), poison=True, memory="min")
+    assert eager(recipe) is not None, "eager refuses this recipe: it proves nothing"
+    assert judge(recipe, "exact") == "equal"
+    assert judge(recipe, "fast") in ("equal", "near")
