@@ -24,6 +24,13 @@ FILES = "files"
 """Where copies of other linked files are, in the site."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 ELSEWHERE = ("http://", "https://", "mailto:", "#")
+WORKER = "https://unpkg.com/iframe-worker/shim", "assets/worker-in-a-folder.js"
+"""What the theme loads from elsewhere so that search works in a folder, and what takes its place."""
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\bsrc="((?:https?:)?//[^"]+)"|'
+    r'<link\b(?=[^>]*rel="(?:stylesheet|preconnect|preload)")[^>]*\bhref="((?:https?:)?//[^"]+)"'
+)
+"""What a page would load from another site."""
 
 
 def site_link(link: str, source: Path) -> str | None:
@@ -49,6 +56,14 @@ def for_site(markdown: str, source: Path) -> str:
 
     text = LINK.sub(replaced, markdown.replace("```text output", "```text"))  # that word is for tests/test_docs.py
     return re.sub(r"(?<!!)\[([^\]]*)\]\(\)", r"\1", text)  # what linked to a folder is text
+
+
+def by_itself(html: str) -> str:
+    """A page that loads nothing from elsewhere; raises if it does."""
+    html = html.replace(*WORKER)
+    if loaded := [script or style for script, style in LOADED.findall(html)]:
+        raise ValueError(f"a page loads {loaded[0]}: the site loads nothing from elsewhere")
+    return html
 
 
 def linked_files() -> dict[str, Path]:
@@ -84,3 +99,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     names = {at: ROOT / name for name, at in PAGES.items()}
     return for_site(markdown, names.get(page.file.src_uri, DOCS / page.file.src_uri))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    return by_itself(output)
