@@ -20,6 +20,8 @@ PAGES = {
     "SECURITY.md": "security.md",
 }
 """Pages of the site that lie outside docs/."""
+HEADS = {"CHANGELOG.md": "---\nsearch:\n  boost: 0.2\n---\n"}
+"""It mentions everything, and explains nothing: the search names other pages first."""
 FILES = "files"
 """Where copies of other linked files are, in the site."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
@@ -90,7 +92,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for name, at in PAGES.items():
-        files.append(File.generated(config, at, content=(ROOT / name).read_text(encoding="utf-8")))
+        head = HEADS.get(name, "")
+        files.append(File.generated(config, at, content=head + (ROOT / name).read_text(encoding="utf-8")))
     for at, path in linked_files().items():
         files.append(File.generated(config, at, abs_src_path=str(path)))
     return files

@@ -3,8 +3,8 @@
 To measure this machine would take seconds for each dtype (a half-precision product has no kernel on some CPUs), and the
 plans would differ from one machine to the next. tests/run/test_calibrate.py measures.
 
-A recording asks the collector who refers to a function, and many tests call `gc.collect()`: each walks all objects there
-are, thousands of collected tests and what they import. So what exists before a test is set aside.
+A recording asks the collector who refers to a function, and many tests call `gc.collect()`: each walks all objects
+there are, thousands of collected tests and what they import. So what exists before a test is set aside.
 """
 
 from __future__ import annotations

@@ -88,6 +88,16 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
     assert all(path.is_file() for path in HOOKS.linked_files().values())
 
 
+def test_page_that_loads_something_from_elsewhere_is_noticed() -> None:
+    script, _ = HOOKS.WORKER
+    page = f'<script src="{script}"></script><img src="assets/a.svg"><a href="https://example.org">there</a>'
+    assert HOOKS.by_itself(page) == page.replace(*HOOKS.WORKER)
+    assert (DOCS / HOOKS.WORKER[1]).is_file()
+    for loads in ('<img src="https://a.b/c.png">', '<link rel="stylesheet" href="//a.b/c.css">'):
+        with pytest.raises(ValueError, match="loads nothing from elsewhere"):
+            HOOKS.by_itself(page + loads)
+
+
 # -- reference -----------------------------------------------------------------------------------------------------
 
 
