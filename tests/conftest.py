@@ -122,6 +122,11 @@ THINNED = {
     "integrations/test_lightning.py": 2,
     "integrations/test_trainer.py": 2,
     "nn/test_abn_sync.py": 2,
+    "explain/test_frontier.py": 2,
+    "step/test_accumulation_calls.py": 2,
+    "test_predict.py": 2,
+    "passes/test_candidates.py": 2,
+    "guard/test_guard_aliases.py": 2,
 }
 
 
