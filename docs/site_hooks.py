@@ -20,10 +20,19 @@ PAGES = {
     "SECURITY.md": "security.md",
 }
 """Pages of the site that lie outside docs/."""
+HEADS = {"CHANGELOG.md": "---\nsearch:\n  boost: 0.2\n---\n"}
+"""It mentions everything, and explains nothing: the search names other pages first."""
 FILES = "files"
 """Where copies of other linked files are, in the site."""
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 ELSEWHERE = ("http://", "https://", "mailto:", "#")
+WORKER = "https://unpkg.com/iframe-worker/shim", "assets/worker-in-a-folder.js"
+"""What the theme loads from elsewhere so that search works in a folder, and what takes its place."""
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\bsrc="((?:https?:)?//[^"]+)"|'
+    r'<link\b(?=[^>]*rel="(?:stylesheet|preconnect|preload)")[^>]*\bhref="((?:https?:)?//[^"]+)"'
+)
+"""What a page would load from another site."""
 
 
 def site_link(link: str, source: Path) -> str | None:
@@ -51,6 +60,14 @@ def for_site(markdown: str, source: Path) -> str:
     return re.sub(r"(?<!!)\[([^\]]*)\]\(\)", r"\1", text)  # what linked to a folder is text
 
 
+def by_itself(html: str) -> str:
+    """A page that loads nothing from elsewhere; raises if it does."""
+    html = html.replace(*WORKER)
+    if loaded := [script or style for script, style in LOADED.findall(html)]:
+        raise ValueError(f"a page loads {loaded[0]}: the site loads nothing from elsewhere")
+    return html
+
+
 def linked_files() -> dict[str, Path]:
     """Files outside docs/ that pages link to: their place in the site, and where they are."""
     found: dict[str, Path] = {}
@@ -75,7 +92,8 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for name, at in PAGES.items():
-        files.append(File.generated(config, at, content=(ROOT / name).read_text(encoding="utf-8")))
+        head = HEADS.get(name, "")
+        files.append(File.generated(config, at, content=head + (ROOT / name).read_text(encoding="utf-8")))
     for at, path in linked_files().items():
         files.append(File.generated(config, at, abs_src_path=str(path)))
     return files
@@ -84,3 +102,7 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     names = {at: ROOT / name for name, at in PAGES.items()}
     return for_site(markdown, names.get(page.file.src_uri, DOCS / page.file.src_uri))
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    return by_itself(output)

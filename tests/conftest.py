@@ -3,8 +3,8 @@
 To measure this machine would take seconds for each dtype (a half-precision product has no kernel on some CPUs), and the
 plans would differ from one machine to the next. tests/run/test_calibrate.py measures.
 
-A recording and many tests call `gc.collect()`, which walks all objects there are: thousands of collected tests, and
-what they import. So what exists before a file's tests is set aside.
+A recording asks the collector who refers to a function, and many tests call `gc.collect()`: each walks all objects
+there are, thousands of collected tests and what they import. So what exists before a test is set aside.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest
 # A test must not depend on those that ran before it; tests/run/test_plan_file.py asks for plans that are kept.
 os.environ.setdefault("TAKEBACK_PLANS", "0")
 
+import takeback
 from takeback.compiler.passes import pipeline, recompute
 from takeback.compiler.passes.cost import Rates
 from takeback.compiler.run import allocator, calibrate, kernels
@@ -49,6 +50,8 @@ RATES = Rates(
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the rates where takeback finds them, in this process and in those that tests start. What starts workers
     compiles the native code first: each of them would compile it for itself, at the same time."""
+    if (wheel := os.environ.get("TAKEBACK_WHEEL")) and not Path(takeback.__file__).is_relative_to(wheel):
+        raise pytest.UsageError(f"the tests are to run from the wheel in {wheel}, and takeback is {takeback.__file__}")
     _seed_the_cpu_alone()
     for threads in {1, 2, torch.get_num_threads()}:
         calibrate.keep_(open_cache(), "cpu", threads, RATES)
@@ -67,9 +70,9 @@ def _seed_the_cpu_alone() -> None:
             module._lazy_call = lambda *args, **kwargs: None
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _small_heap() -> None:
-    gc.collect()
+    gc.collect()  # which walks only what is new since the last test
     gc.freeze()
 
 
@@ -121,6 +124,11 @@ THINNED = {
     "nn/test_abn_sync.py": 2,
     "step/test_trouble.py": 3,
     "step/test_other_paths.py": 5,
+    "explain/test_frontier.py": 2,
+    "step/test_accumulation_calls.py": 2,
+    "test_predict.py": 2,
+    "passes/test_candidates.py": 2,
+    "guard/test_guard_aliases.py": 2,
 }
 
 

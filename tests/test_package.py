@@ -147,19 +147,3 @@ def test_demo_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert run("import takeback; print(takeback.__file__)", path=installed, cwd=tmp_path).startswith(str(installed))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_examples_of_the_documentation_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    tests = tmp_path / "tests"
-    for folder in ("docs", "benchmarks", "src"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    tests.mkdir()
-    (tests / "test_docs.py").write_text((ROOT / "tests" / "test_docs.py").read_text())
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "examples", "-p", "no:cacheprovider", str(tests)]
-    env = {**os.environ, "PYTHONPATH": str(installed), "TAKEBACK_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]

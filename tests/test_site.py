@@ -6,6 +6,8 @@ import importlib.util
 import inspect
 import json
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +88,36 @@ def test_links_of_the_repository_become_links_of_the_site() -> None:
     assert HOOKS.for_site(text, ROOT / "README.md") == expected
     assert HOOKS.for_site("[a](../README.md#use-it)", DOCS / "memory.md") == "[a](index.md#use-it)"
     assert all(path.is_file() for path in HOOKS.linked_files().values())
+
+
+def test_page_that_loads_something_from_elsewhere_is_noticed() -> None:
+    script, _ = HOOKS.WORKER
+    page = f'<script src="{script}"></script><img src="assets/a.svg"><a href="https://example.org">there</a>'
+    assert HOOKS.by_itself(page) == page.replace(*HOOKS.WORKER)
+    assert (DOCS / HOOKS.WORKER[1]).is_file()
+    for loads in ('<img src="https://a.b/c.png">', '<link rel="stylesheet" href="//a.b/c.css">'):
+        with pytest.raises(ValueError, match="loads nothing from elsewhere"):
+            HOOKS.by_itself(page + loads)
+
+
+PAGE = """<!DOCTYPE html><body><script src="%s"></script><script>
+const worker = new Worker("worker.js");
+worker.addEventListener("message", (e) => { document.body.dataset.said = e.data; });
+worker.postMessage(20);
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no Chromium")
+def test_worker_runs_in_a_page_that_is_read_from_a_folder(tmp_path: Path) -> None:
+    """A browser starts none there: without this the site has no search."""
+    (tmp_path / "worker.js").write_text("addEventListener('message', (e) => postMessage(e.data + 1));")
+    page = tmp_path / "page.html"
+    page.write_text(PAGE % (DOCS / HOOKS.WORKER[1]).as_uri())
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
+    command = ["chromium", *flags, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 'data-said="21"' in done.stdout
 
 
 # -- reference -----------------------------------------------------------------------------------------------------

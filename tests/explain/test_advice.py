@@ -74,6 +74,25 @@ def test_early_update_saves_what_the_tip_promised_and_is_not_told_twice() -> Non
     assert not [tip for tip in after.advice.tips if tip.do == 'update="early"']
 
 
+@pytest.mark.slow
+def test_tips_of_mode_fast_save_what_they_promised() -> None:
+    """What kernels take for themselves is known of the plan that ran, and of no other one."""
+
+    def fast(**options: Any) -> Report:
+        case = zoo.case("gpt")
+        step = tb.compile_step(case.model, case.loss_fn, case.optimizer, mode="fast", **options)
+        for _ in range(5):
+            step(*case.batch)
+        return step.report()
+
+    report = fast()
+    assert any(kernel.generated for kernel in report.kernels)
+    tips = [tip for tip in report.advice.tips if tip.of == OF_PEAK and tip.do.startswith(("memory=", "update="))]
+    assert len(tips) >= 2
+    for tip in tips:
+        assert report.peak_bytes - fast(**taken(tip)).peak_bytes == pytest.approx(tip.saves_bytes, rel=0.1)
+
+
 def test_line_that_copies_is_named_with_what_it_copies() -> None:
     def case(loss_fn: Any) -> zoo.Case:
         found = wide()

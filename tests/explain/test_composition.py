@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 from takeback.compiler.explain.composition import GAPS, MOST_PARTS, composition
-from takeback.compiler.explain.ledger import Entry, Fate
+from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, LOSS, Entry, Fate
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet"])
@@ -33,6 +33,33 @@ def test_copies_of_a_layer_are_one_part_and_a_line_outside_of_modules_is_named()
     assert "blocks.*.attention.qkv" in names
     assert any(name.startswith("gpt.py:") for name in names)
     assert not any(".0." in name or ".1." in name for name in names)
+
+
+class Scored(nn.Module):
+    """Has a value of its own before its last layer, and one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x) * 2.0) * 3.0
+        return out
+
+
+def test_loss_is_what_is_made_behind_the_last_layer_and_what_it_gives_to_the_backward() -> None:
+    model = Scored()
+    step = tb.compile_step(
+        model, lambda m, x: m(x).exp().mean(), torch.optim.SGD(model.parameters(), lr=0.1), memory="keep"
+    )
+    step(torch.randn(3, 4))
+    entries = [e for e in step.report().ledger if e.part in (ACTIVATION, BACKWARD, LOSS)]
+    parts = {(e.op, e.module): e.part for e in entries}
+    assert parts["addmm", "head"] == ACTIVATION
+    assert parts["exp", ""] == parts["mean", ""] == LOSS
+    made = [e.part for e in entries if e.op == "mul.Tensor"]
+    # Before the last layer and behind it; then the gradients of exp, of what is behind it, and of what is before it.
+    assert made == [ACTIVATION, LOSS, LOSS, LOSS, BACKWARD]
 
 
 def test_what_is_small_goes_together_by_kind() -> None:

@@ -42,6 +42,8 @@ console.error = (...said) => wrong.push(said.join(" "));</script>
   seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
   const tips = document.querySelector(".tips").parentElement;
   seen.tips = tips.scrollWidth - tips.clientWidth;
+  const over = (part) => part.scrollWidth - part.clientWidth;
+  seen.parts = Math.max(...[...document.querySelectorAll(".scroll, section")].map(over));
   seen.dark = matchMedia("(prefers-color-scheme: dark)").matches;
   seen.idle = out.textContent;
   const rects = [...document.querySelectorAll("#arena rect")];
@@ -94,6 +96,7 @@ def test_reader_finds_points_and_walks_and_nothing_is_cut_off(tmp_path: Path) ->
     assert seen["wrong"] == []
     assert seen["wide"] <= 0, "the page is wider than its window"
     assert seen["tips"] <= 0, "what is to be pasted is cut off"
+    assert seen["parts"] <= 0, "a table or a picture is cut off"
     assert "ops" in seen["hovered"]
     assert seen["hovered"] != seen["idle"]
     assert 0 < seen["found"] < seen["values"]

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import takeback
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -20,7 +22,7 @@ HERE = Path(__file__).parent
 def test_two_processes_have_the_bits_of_distributed_data_parallel(tmp_path: Path) -> None:
     """And what several processes cannot have is refused."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(HERE), str(HERE.parents[1] / "src")])
+    path = os.pathsep.join([str(HERE), str(Path(takeback.__file__).parents[1])])
     done = subprocess.run(
         [*command, str(HERE / "trainer_ranks.py"), str(tmp_path)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},

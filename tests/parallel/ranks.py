@@ -7,6 +7,7 @@ The processes are forked from one that has imported torch and done nothing else.
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib
 import multiprocessing
 import time
@@ -45,6 +46,8 @@ def run_ranks(world: int, module: str, scenarios: list[str], folder: Path, limit
 
 
 def _rank(rank: int, world: int, module: str, scenarios: list[str], folder: str) -> None:
+    gc.collect()
+    gc.freeze()  # see tests/conftest.py
     torch.set_num_threads(1)
     flat.BUCKET_BYTES = 256  # tiny models have several buckets too
     functions = importlib.import_module(module)

@@ -501,6 +501,7 @@ def test_impossible_target_leaves_model_optimizer_and_random_state_as_they_were(
         assert not optimizer.state
 
 
+@pytest.mark.usefixtures("short_search")
 def test_model_trains_to_eagers_bits_after_an_impossible_target() -> None:
     case = under(Case(lambda: nn.Sequential(blocks(), nn.BatchNorm1d(4)), square, noise(ROWS, 16)), "min")
 

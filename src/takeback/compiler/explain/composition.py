@@ -1,5 +1,5 @@
 """A report in; what its peak is made of out, named as a user would name it: parameters, optimizer state, gradients,
-activations by module path, scratch. The parts add up to the peak.
+activations by module path, the loss, scratch. The parts add up to the peak.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, GRADIENT, SCRATCH, UPDATE, Entry
+from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, GRADIENT, LOSS, SCRATCH, UPDATE, Entry
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import at_peak, clean, short_line
 
@@ -24,6 +24,7 @@ RESIDENT = {
 KINDS = {
     GRADIENT: "gradients",
     ACTIVATION: "activations",
+    LOSS: "the loss",
     BACKWARD: "backward",
     UPDATE: "update",
     SCRATCH: "scratch",
@@ -74,7 +75,7 @@ def _together(small: list[PeakPart]) -> list[PeakPart]:
     for part in small:
         by_kind.setdefault(part.kind, []).append(part)
     return [
-        PeakPart(kind, "elsewhere" if any(p.name for p in parts) else "", _sum(parts), sum(p.count for p in parts))
+        parts[0] if len(parts) == 1 else PeakPart(kind, "elsewhere", _sum(parts), sum(p.count for p in parts))
         for kind, parts in by_kind.items()
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from takeback.compiler.explain.frontier import NOTHING, Frontier, Tradeoff, share_ticks, show_kinds, show_seconds
-from takeback.compiler.explain.page import CURVE_HEIGHT, LEFT, RIGHT, WIDTH, Axes, cards, page, section, table, text_of
+from takeback.compiler.explain.page import CURVE_HEIGHT, Axes, cards, page, section, stretched, table, text_of
 from takeback.compiler.explain.text import show_bytes, show_count, show_share
 
 HEIGHT = CURVE_HEIGHT + 140
@@ -55,26 +55,27 @@ def curve_of(frontier: Frontier) -> str:
     top = max(eager, *(t.peak_bytes - resident for t in frontier.rows))
     axes = Axes(most, int(top * ROOM), HEIGHT)
     body = "".join(axes.label(axes.x(tick), f"{100 * tick:.3g} %") for tick in share_ticks(most))
-    y = f"{axes.y(eager):.1f}"
-    body += f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
-    body += f'<text x="{WIDTH - RIGHT}" y="{axes.y(eager) - 6:.1f}" text-anchor="end">eager</text>'
+    y = f"{axes.y(eager):.2f}%"
+    body += f'<line class="limit" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+    body += f'<text x="100%" y="{y}" dy="-6" text-anchor="end">eager</text>'
     corners: list[str] = []
     for t in frontier.points:
-        x = f"{axes.x(t.added_share):.1f}"
+        x = f"{axes.x(t.added_share):.2f}"
         if corners:
             corners.append(f"{x},{corners[-1].partition(',')[2]}")
-        corners.append(f"{x},{axes.y(t.peak_bytes - resident):.1f}")
-    corners.append(f"{WIDTH - RIGHT},{corners[-1].partition(',')[2]}")
-    path, floor = " ".join(corners), f"{axes.y(0):.1f}"
-    body += f'<path class="area ours" d="M{LEFT},{floor} L{path} L{WIDTH - RIGHT},{floor} Z"/>'
-    body += f'<path class="curve ours" d="M{path}"/>'
+        corners.append(f"{x},{axes.y(t.peak_bytes - resident):.2f}")
+    corners.append(f"100,{corners[-1].partition(',')[2]}")
+    path, left = " ".join(corners), corners[0].partition(",")[0]
+    body += stretched(
+        f'<path class="area ours" d="M{left},100 L{path} L100,100 Z"/><path class="curve ours" d="M{path}"/>'
+    )
     body += "".join(_dot(frontier, t, axes) for t in frontier.rows)
     return axes.picture("peak above resident against added time", body)
 
 
 def _dot(frontier: Frontier, t: Tradeoff, axes: Axes) -> str:
     above = t.peak_bytes - frontier.resident_bytes
-    x, y = axes.x(t.added_share), axes.y(above)
+    x, y = f"{axes.x(t.added_share):.2f}%", f"{axes.y(above):.2f}%"
     auto = t == frontier.auto
     name = frontier.name(t)
     again = f": {show_kinds(t.rebuilt)}" if t.rebuilt else ""
@@ -84,11 +85,11 @@ def _dot(frontier: Frontier, t: Tradeoff, axes: Axes) -> str:
     )
     label = ""
     if t.memory == "keep":
-        label = f'<text x="{x + 8:.1f}" y="{y - 9:.1f}">{text_of(name)}</text>'
+        label = f'<text x="{x}" y="{y}" dx="8" dy="-9">{text_of(name)}</text>'
     elif auto or t.memory == "min":  # below the curve and to the left there is nothing else
-        label = f'<text x="{x - 6:.1f}" y="{y + 18:.1f}" text-anchor="end">{text_of(name)}</text>'
+        label = f'<text x="{x}" y="{y}" dx="-6" dy="18" text-anchor="end">{text_of(name)}</text>'
     return (
-        f'<circle class="dot{" auto" if auto else ""}" cx="{x:.1f}" cy="{y:.1f}" r="{7 if auto else 5}">'
+        f'<circle class="dot{" auto" if auto else ""}" cx="{x}" cy="{y}" r="{7 if auto else 5}">'
         f"<title>{text_of(title)}</title></circle>{label}"
     )
 

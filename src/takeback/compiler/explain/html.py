@@ -11,17 +11,13 @@ from takeback.compiler.explain.frontier_html import curve_of, lead_of
 from takeback.compiler.explain.kernels_html import kernels_lead, kernels_of
 from takeback.compiler.explain.ledger import Entry
 from takeback.compiler.explain.page import (
-    BOTTOM,
     CURVE_HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
     Axes,
     cards,
     explained,
     page,
     section,
+    stretched,
     table,
     text_of,
 )
@@ -65,7 +61,7 @@ def as_html(report: Report) -> str:
         section("Less memory against more time", curve_of(frontier), lead_of(frontier)) if frontier else "",
         section("Bytes alive above resident", _curves(report), ""),
         section("The arena", _arena(report), _legend(report)),
-        section("Plans", _plans(report), f"<p>Seconds that making each took. {text_of(once(report))}</p>"),
+        section("Plans", _plans(report), f"<p>{text_of(_spent(report))}</p>"),
         section("Kernels", kernels_of(report), kernels_lead(report)),
         section("Fates", _fates(report), ""),
         section(
@@ -116,14 +112,14 @@ def _arena(report: Report) -> str:
         return ""
     span = max(report.ops, max(e.end or 0 for e in placed))
     axes = Axes(span, report.arena_bytes, ARENA_HEIGHT, report.update_at)
-    seen = [e for e in placed if axes.rows * e.size_bytes / axes.top_bytes >= LEAST_HEIGHT]
+    seen = [e for e in placed if ARENA_HEIGHT * e.size_bytes / axes.top_bytes >= LEAST_HEIGHT]
     largest = sorted(seen, key=lambda e: -e.size_bytes * ((e.end or 0) - (e.start or 0)))[:MOST_RECTANGLES]
     # A value written onto another lies on top of it from where it starts; scratch on top of all.
     drawn = sorted(largest, key=lambda e: (e.start or 0, -(e.end or 0)))
     body = "".join(_rectangle(e, axes) for e in drawn)
     peak = peak_position(report)
-    x = f"{axes.x(peak + 0.5):.1f}"
-    body += f'<line class="peak" x1="{x}" x2="{x}" y1="{TOP}" y2="{ARENA_HEIGHT - BOTTOM}"/>'
+    x = f"{axes.x(peak + 0.5):.2f}%"
+    body += f'<line class="peak" x1="{x}" x2="{x}" y1="0" y2="100%"/>'
     near_edge = peak < 0.1 * axes.span or peak > 0.9 * axes.span
     body += axes.label(axes.x(0), "op 0", "start")
     body += "" if near_edge else axes.label(axes.x(peak + 0.5), f"peak, op {peak:,}")
@@ -148,8 +144,8 @@ def _rectangle(e: Entry, axes: Axes) -> str:
     module = f"{e.module}: " if e.module else ""
     title = f"{module}{e.op}{where}, {show_bytes(e.size_bytes)}, {e.fate.value}, ops {start} to {end} ({e.value})"
     return (
-        f'<rect class="{e.fate.value}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" '
-        f'height="{height:.1f}"><title>{text_of(title)}</title></rect>'
+        f'<rect class="{e.fate.value}" x="{x:.2f}%" y="{y:.2f}%" width="{max(width, 0.05):.2f}%" '
+        f'height="{height:.2f}%"><title>{text_of(title)}</title></rect>'
     )
 
 
@@ -168,15 +164,18 @@ def _curves(report: Report) -> str:
         return ""
     top = max(max(ours), max(eager))
     axes = Axes(1.0, top, CURVE_HEIGHT)
-    body = ""
+    paths = ""
     for name, levels, tail_at in (("eager", eager, report.eager_update_at), ("ours", ours, report.update_at)):
         points = _steps(levels, Axes(len(levels), top, CURVE_HEIGHT, tail_at))
-        floor = f"{axes.y(0):.1f}"
-        body += f'<path class="area {name}" d="M{LEFT},{floor} L{points} L{WIDTH - RIGHT},{floor} Z"/>'
-        body += (
+        paths += f'<path class="area {name}" d="M0,100 L{points} L100,100 Z"/>'
+        paths += (
             f'<path class="curve {name}" d="M{points}"><title>{name}: {show_bytes(max(levels))} at most</title></path>'
         )
-    body += axes.label(axes.x(0), "start of the step", "start") + axes.label(axes.x(1), "end of the step", "end")
+    body = (
+        stretched(paths)
+        + axes.label(axes.x(0), "start of the step", "start")
+        + axes.label(axes.x(1), "end of the step", "end")
+    )
     legend = "".join(
         f'<span class="key"><svg width="22" height="14"><path class="curve {name}" d="M1,7 L21,7"/></svg>{text}</span>'
         for name, text in (
@@ -193,8 +192,8 @@ def _steps(levels: Sequence[int], axes: Axes) -> str:
     kept = [max(levels[i : i + run]) for i in range(0, len(levels), run)]
     points = []
     for i, level in enumerate(kept):
-        y = f"{axes.y(level):.1f}"
-        points.append(f"{axes.x(i * run):.1f},{y} {axes.x(min((i + 1) * run, len(levels))):.1f},{y}")
+        y = f"{axes.y(level):.2f}"
+        points.append(f"{axes.x(i * run):.2f},{y} {axes.x(min((i + 1) * run, len(levels))):.2f},{y}")
     return " ".join(points)
 
 
@@ -204,6 +203,11 @@ def _steps(levels: Sequence[int], axes: Axes) -> str:
 def _plans(report: Report) -> str:
     rows, columns = plan_rows(report)[:MOST_ROWS], plan_columns(report)
     return table(columns, rows, frozenset(range(1, len(columns) - 1))) if rows else ""
+
+
+def _spent(report: Report) -> str:
+    done_once = once(report)
+    return f"Seconds that making each took{f'; {done_once}' if done_once else ''}."
 
 
 def _fates(report: Report) -> str:

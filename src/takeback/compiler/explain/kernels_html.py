@@ -31,7 +31,7 @@ def kernels_of(report: Report) -> str:
 
 def _kernel(kernel: KernelAccount) -> str:
     figures = f"{show_bytes(kernel.read_bytes)} in, {show_bytes(kernel.written_bytes)} out, {_whose(kernel)}"
-    modules = ", ".join(kernel.modules[:MOST_MODULES])
+    modules = ", ".join(kernel.modules[:MOST_MODULES]) or short_line(kernel.ops[-1].line)
     if len(kernel.modules) > MOST_MODULES:
         modules += f" and {len(kernel.modules) - MOST_MODULES} more"
     rows = [(op.name, op.module or "-", short_line(op.line)) for op in kernel.ops[:MOST_OPS]]

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from takeback.compiler.explain.loss_values import loss_values
 from takeback.compiler.layout import PASS, Layout
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites, Packed
@@ -26,9 +27,11 @@ class Fate(enum.StrEnum):
 
 
 ACTIVATION, GRADIENT, BACKWARD, UPDATE, SCRATCH = "activation", "gradient", "backward", "update", "scratch"
-PARTS = (GRADIENT, ACTIVATION, BACKWARD, UPDATE, SCRATCH)
-"""What a value of the step can be of: the gradient of a parameter, something that the forward made, something else that
-the backward made, something of the update, bytes that an op took for itself."""
+LOSS = "loss"
+PARTS = (GRADIENT, ACTIVATION, LOSS, BACKWARD, UPDATE, SCRATCH)
+"""What a value of the step can be of: the gradient of a parameter, something that the forward made, the loss and what
+it gives to the backward of the model, something else that the backward made, something of the update, bytes that an op
+took for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ def _made(layout: Layout) -> Iterator[Entry]:
     program = layout.draft.program
     refused: dict[BufferId, str] = {r.buffer: r.reason for r in layout.draft.refusals if r.decision == "move"}
     grads = {r.buffer for r in (program.slices or program.grads).values()}
+    of_loss = loss_values(program)
     bucket_of = {b: op.args[0] for op in program.ops if op.target is Special.REDUCE for b in op.mutates}
     seen: set[BufferId] = set()
     for position, (op, kind) in enumerate(zip(program.ops, layout.kinds, strict=True)):
@@ -116,7 +120,7 @@ def _made(layout: Layout) -> Iterator[Entry]:
                 life.end,
                 f"%{layout.owners[buffer]}",
                 _module(op),
-                GRADIENT if buffer in grads else _PART[op.phase],
+                GRADIENT if buffer in grads else LOSS if buffer in of_loss else _PART[op.phase],
             )
         yield from _scratch(layout, position)
 

@@ -11,8 +11,8 @@ from html import escape
 
 from takeback.compiler.explain.text import clean, show_bytes
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1100, 84, 12, 12, 30
 CURVE_HEIGHT = 240
+"""In pixels, with the room for labels around a picture."""
 TAIL_SHARE = 0.1
 """Of the width of a picture: the optimizer's ops, of which there are many and none at the peak, get no more."""
 
@@ -85,7 +85,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
 
     def cell(tag: str, index: int, text: str) -> str:
         shown = explained(text) if tag == "th" else text_of(text)
-        return f"<{tag}{' class=right' if index in right else ''}>{shown}</{tag}>"
+        of = f' data-of="{text_of(header[index])}"' if tag == "td" else ""  # a phone shows it beside the cell
+        return f"<{tag}{' class=right' if index in right else ''}{of}>{shown}</{tag}>"
 
     head = "".join(cell("th", i, text) for i, text in enumerate(header))
     body = "".join("<tr>" + "".join(cell("td", i, text) for i, text in enumerate(row)) + "</tr>" for row in rows)
@@ -93,46 +94,47 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: frozenset
 
 
 class Axes:
-    """Maps ops and bytes onto the pixels of one picture; y grows upwards. What comes at `tail_at` and after it gets no
-    more than `TAIL_SHARE` of the width."""
+    """Maps ops and bytes onto a picture, in percent of its width and height, so that it fits any window and its texts
+    keep their size; y grows upwards. What comes at `tail_at` and later gets no more than `TAIL_SHARE` of the width."""
 
     def __init__(self, span: float, top_bytes: int, height: int, tail_at: float | None = None) -> None:
         self.span, self.top_bytes, self.height = max(span, 1e-9), max(top_bytes, 1), height
         long = tail_at is not None and 0 < tail_at < (1 - TAIL_SHARE) * self.span
         self.tail_at = tail_at if long else None
-        self.width = WIDTH - LEFT - RIGHT
-        self.rows = height - TOP - BOTTOM
 
     def x(self, time: float) -> float:
         if self.tail_at is None:
-            part = time / self.span
-        elif time <= self.tail_at:
-            part = (1 - TAIL_SHARE) * time / self.tail_at
-        else:
-            part = 1 - TAIL_SHARE * (self.span - time) / (self.span - self.tail_at)
-        return LEFT + self.width * part
+            return 100 * time / self.span
+        if time <= self.tail_at:
+            return 100 * (1 - TAIL_SHARE) * time / self.tail_at
+        return 100 * (1 - TAIL_SHARE * (self.span - time) / (self.span - self.tail_at))
 
     def y(self, size_bytes: float) -> float:
-        return TOP + self.rows * (1 - size_bytes / self.top_bytes)
+        return 100 * (1 - size_bytes / self.top_bytes)
 
     def grid(self) -> str:
         lines = []
         for value in _ticks(self.top_bytes):
-            y = f"{self.y(value):.1f}"
-            lines.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>')
-            lines.append(f'<text class="y" x="{LEFT - 8}" y="{y}">{_tick_label(value)}</text>')
+            y = f"{self.y(value):.2f}%"
+            lines.append(f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>')
+            lines.append(f'<text class="y" x="-8" y="{y}">{_tick_label(value)}</text>')
         return "".join(lines)
 
     def picture(self, name: str, body: str, ident: str = "") -> str:
         """`ident`: of one that takes part in the page's script, and can be walked through with the keyboard."""
         live = f' id="{escape(ident)}" tabindex="0"' if ident else ""
         return (
-            f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {self.height}" role="img"{live} '
+            f'<div class="plot" style="height:{self.height}px"><svg role="img"{live} '
             f'aria-label="{escape(name)}">{self.grid()}{body}</svg></div>'
         )
 
     def label(self, x: float, text: str, anchor: str = "middle") -> str:
-        return f'<text class="x" x="{x:.1f}" y="{self.height - 9}" text-anchor="{anchor}">{escape(text)}</text>'
+        return f'<text class="x" x="{x:.2f}%" y="100%" dy="20" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def stretched(paths: str) -> str:
+    """Paths whose points are in percent, which only other shapes can have."""
+    return f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" width="100%" height="100%">{paths}</svg>'
 
 
 def _tick_label(value: float) -> str:
@@ -166,11 +168,12 @@ h1{font-size:26px;margin:0;letter-spacing:-.01em}h2{font-size:17px;margin:0 0 6p
 .card{padding:14px 16px}.card .name{font-size:13px;color:var(--dim)}
 .figure{font-size:25px;font-weight:650;letter-spacing:-.02em;font-variant-numeric:tabular-nums}
 section{padding:18px 20px;margin-bottom:16px}
-.scroll{overflow-x:auto}svg{display:block}.scroll>svg{width:100%;min-width:640px;height:auto}
+.scroll{overflow-x:auto}.key svg{display:block}.plot{padding:12px 12px 30px 72px}
+.plot>svg{display:block;width:100%;height:100%;overflow:visible}.plot path,.plot rect{vector-effect:non-scaling-stroke}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px}.key{display:inline-flex;align-items:center;gap:6px}
 .readout{min-height:20px;font-variant-numeric:tabular-nums}
 rect{stroke:var(--card);stroke-width:.6;stroke-opacity:.7}
-.scroll rect:hover{stroke:var(--ink);stroke-width:1.6;stroke-opacity:1}
+.plot rect:hover{stroke:var(--ink);stroke-width:1.6;stroke-opacity:1}
 .moved{fill:var(--moved)}.overwritten{fill:var(--overwritten)}.packed{fill:var(--packed)}.placed{fill:var(--placed)}
 .recomputed{fill:var(--recomputed)}.copied{fill:var(--copied)}.scratch{fill:var(--scratch)}.passed{fill:var(--passed)}
 .grid{stroke:var(--grid);stroke-width:1}.peak{stroke:var(--ink);stroke-width:1;stroke-dasharray:4 3;pointer-events:none}
@@ -194,13 +197,19 @@ svg:focus-visible,input:focus-visible,summary:focus-visible{outline:2px solid va
 .bar{display:flex;height:34px;border-radius:6px;overflow:hidden;margin:4px 0 14px;gap:1px}
 .bar span{min-width:2px}.swatch{display:inline-block;width:12px;height:12px;border-radius:3px;vertical-align:-1px}
 .k0{background:#4c7fb8}.k1{background:#7d6bb5}.k2{background:#a9b4c2}.k3{background:#2a9d8f}.k4{background:#e07a3f}
-.k5{background:#c8384b}.k6{background:#c2a83e}.k7{background:#8b9199}.k8{background:#d9a5b3}
+.k5{background:#c8384b}.k6{background:#c2a83e}.k7{background:#8b9199}.k8{background:#d9a5b3}.k9{background:#7fae3f}
 .parts td:first-child,.tips td:first-child{white-space:normal;overflow-wrap:anywhere}
 .parts td:last-child{padding-right:0}
-@media(max-width:600px){.tips td{display:block;border:0;padding:2px 0}.tips tr{display:block;padding:8px 0;
-border-bottom:1px solid var(--line)}main{padding:20px 12px 40px}section{padding:14px}}
+@media(max-width:600px){main{padding:20px 12px 40px}section{padding:14px}
+.plot{padding:10px 0 30px 56px}text,.dot+text{font-size:11px}
+.scroll table,.scroll tbody,.scroll tr,.scroll td{display:block}.scroll thead{display:none}
+.scroll tr{padding:8px 0;border-bottom:1px solid var(--line)}.scroll td{border:0;padding:2px 0;overflow-wrap:anywhere}
+.scroll td[data-of]{display:flex;gap:14px;justify-content:space-between;text-align:right}.scroll td:empty{display:none}
+.scroll td[data-of]::before{content:attr(data-of);color:var(--dim);text-align:left;flex:none}
+.scroll .right,.scroll td:first-child{white-space:normal}.scroll tr:last-child{border-bottom:0}}
 code{font:13px/1.4 ui-monospace,"DejaVu Sans Mono",monospace;background:var(--page);padding:2px 6px;border-radius:4px;
 -webkit-box-decoration-break:clone;box-decoration-break:clone}.tips td{min-width:9em}
+.tips td:first-child{min-width:17em}
 tbody tr:last-child td{border-bottom:0}td:first-child{white-space:nowrap}
 th{color:var(--dim);font-weight:500}.right{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from takeback.compiler.explain.composition import GAPS, KINDS, RESIDENT, PeakPart, composition
-from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, GRADIENT, SCRATCH, UPDATE
+from takeback.compiler.explain.ledger import ACTIVATION, BACKWARD, GRADIENT, LOSS, SCRATCH, UPDATE
 from takeback.compiler.explain.page import text_of
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import NO_TIP, promise, show_bytes
@@ -13,6 +13,7 @@ _COLOURS = {
     "optimizer state": 1,
     KINDS[GRADIENT]: 5,
     KINDS[ACTIVATION]: 3,
+    KINDS[LOSS]: 9,
     KINDS[BACKWARD]: 4,
     KINDS[SCRATCH]: 6,
     KINDS[UPDATE]: 8,
