@@ -20,6 +20,7 @@ from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.draft import Choice, Rebuild
 from takeback.compiler.passes.gather import gather
 from takeback.compiler.passes.join import join
+from takeback.compiler.passes.partial import partial
 from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives
 from takeback.compiler.passes.recompute import Chooser, Within, planned_peak
@@ -200,3 +201,12 @@ def test_lowest_peak_lets_nothing_wait(build: Callable[[], Program]) -> None:
     with_it = run_passes(build(), settings=fast(waits=False), stages=WHOLE_HEAD)
     assert not {"shadow", "postpone", "join"} & set(with_it.passes)
     assert {"shadow", "postpone", "join"} <= set(run_passes(build(), settings=fast(), stages=WHOLE_HEAD).passes)
+
+
+def test_pool_that_is_rebuilt_stays_a_generated_kernel() -> None:
+    """Eager's form of it would make places of eight bytes, several times."""
+    draft = until(residual(), shadow)
+    [op] = [op for op in draft.program.ops if "prims._low_memory_max_pool_with_offsets" in names(op)]
+    again = partial(op)
+    assert again is not None
+    assert isinstance(again.target, Cluster)

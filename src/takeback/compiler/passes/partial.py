@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from takeback.compiler.cluster import clustered
-from takeback.compiler.program import Argument, Buffer, BufferId, Cluster, Op, Region
+from takeback.compiler.program import Argument, Buffer, BufferId, Cluster, Op, Region, Special
 from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
@@ -59,13 +59,7 @@ def making(op: Op, wanted: BufferId, there: Collection[BufferId]) -> Op | None:
     [mine] = [inner for inner, b in outer.items() if b == wanted]
     buffers = dict(cluster.buffers)
     ops = _leading_to({mine}, {inner for inner, b in outer.items() if b in there} - {mine}, cluster, buffers)
-    if not ops:
-        return None
-    if len(ops) == 1:
-        [only] = ops
-        local = only if [r.buffer for r in only.outputs] == [mine] else None
-    else:
-        local = clustered(tuple(ops), buffers, {mine}.__contains__)
+    local = _one(ops, buffers, {mine})
     return None if local is None else _outside(local, op)
 
 
@@ -76,13 +70,17 @@ def _local(cluster: Cluster) -> Op | None:
         return None
     large = {b for b, size in sizes.items() if size * _SMALL >= max(sizes.values())}
     buffers = dict(cluster.buffers)
-    ops = _leading_to(large, sizes.keys() - large, cluster, buffers)
+    return _one(_leading_to(large, sizes.keys() - large, cluster, buffers), buffers, large)
+
+
+def _one(ops: list[Op] | None, buffers: dict[BufferId, Buffer], wanted: Collection[BufferId]) -> Op | None:
+    """Some ops as one: an op of eager's by itself as it is, others as a cluster, whose kernel is generated."""
     if not ops:
         return None
-    if len(ops) == 1:
-        [only] = ops
-        return only if all(r.buffer in large for r in only.outputs) else None
-    return clustered(tuple(ops), buffers, large.__contains__)
+    only = ops[0]
+    if len(ops) == 1 and not isinstance(only.target, Special) and only.target.namespace == "aten":
+        return only if all(r.buffer in wanted for r in only.outputs) else None
+    return clustered(tuple(ops), buffers, wanted.__contains__)
 
 
 def _leading_to(
