@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from takeback.compiler.program import Cluster, Kernel
+import torch
+
+from takeback.compiler.program import Cluster, Kernel, OpOverload
 
 Fact = TypeVar("Fact")
 
@@ -74,3 +76,16 @@ def schema_of(target: Kernel) -> Schema:
         for a in declared.arguments
     )
     return Schema(declared.name.split("::")[1], target._overloadname, parameters, declared.is_mutable)
+
+
+@functools.cache
+def max_pool_ops() -> tuple[OpOverload, OpOverload] | None:
+    """Inductor's max pool, which says of each result which place of its window it is, and what makes places of the
+    image of that; None where this torch has none."""
+    try:
+        from torch._inductor import inductor_prims  # noqa: F401  # registers them; checked on 2.11 and 2.13
+
+        prims = torch.ops.prims
+        return prims._low_memory_max_pool_with_offsets.default, prims._low_memory_max_pool_offsets_to_indices.default
+    except (ImportError, AttributeError):
+        return None

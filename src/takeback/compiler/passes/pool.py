@@ -10,7 +10,6 @@ The backward looks at no number of x: what has its geometry and is there anyway,
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,26 +19,15 @@ import torch
 from takeback.compiler.cluster import clustered
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.program import Argument, Buffer, BufferId, Op, OpOverload, Phase, Program, Region, Role
+from takeback.compiler.schema import max_pool_ops
 
 aten = torch.ops.aten
 
 _LARGEST_WINDOW = 25  #: places; beyond it Inductor has no kernel of its own
 
 
-@functools.cache
-def _ops() -> tuple[OpOverload, OpOverload] | None:
-    """Inductor's max pool with offsets, and what makes places of them; None where this torch has none."""
-    try:
-        from torch._inductor import inductor_prims  # noqa: F401  # registers them; checked on 2.11 and 2.13
-
-        prims = torch.ops.prims
-        return prims._low_memory_max_pool_with_offsets.default, prims._low_memory_max_pool_offsets_to_indices.default
-    except (ImportError, AttributeError):
-        return None
-
-
 @dataclass(frozen=True)
-class _Pool:
+class PooledPair:
     """A max pool of the forward, and its backward."""
 
     forward: int
@@ -49,9 +37,9 @@ class _Pool:
 
 def pool(draft: Draft) -> Draft:
     """The draft with such max pools in their other form."""
-    targets = _ops()
-    pools = list(_pools(draft)) if targets is not None else []
-    if targets is None or not pools:
+    pools = list(_pools(draft))
+    targets = max_pool_ops() if pools else None
+    if targets is None:
         return draft
     program = draft.program
     buffers, ops = dict(program.buffers), list(program.ops)
@@ -94,7 +82,7 @@ def _rewritten(
     )
 
 
-def _pools(draft: Draft) -> Iterator[_Pool]:
+def _pools(draft: Draft) -> Iterator[PooledPair]:
     program = draft.program
     readers: dict[BufferId, list[int]] = {}
     for position, op in enumerate(program.ops):
@@ -111,7 +99,7 @@ def _pools(draft: Draft) -> Iterator[_Pool]:
         back = program.ops[read[0]]
         if back.target is not aten.max_pool2d_with_indices_backward.default or len(back.args) != 8:
             continue
-        yield _Pool(position, read[0], _stand_in(program, back, read[0], readers))
+        yield PooledPair(position, read[0], _stand_in(program, back, read[0], readers))
 
 
 def _stand_in(program: Program, back: Op, position: int, readers: dict[BufferId, list[int]]) -> Region:
