@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+from torch import _subclasses  # checked on 2.11 and 2.13
 from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -21,6 +23,9 @@ from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
 
+_FakeTensor = _subclasses.FakeTensor
+
+
 def _line_of(trace: TracebackType | None) -> str:
     """The innermost line of the user's that an error came through, in words; nothing if there is none."""
     found = ""
@@ -31,19 +36,39 @@ def _line_of(trace: TracebackType | None) -> str:
     return found
 
 
-class FakeWorld:
-    """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s."""
+class _Nobody:
+    """A class that no tensor is of."""
 
-    def __init__(self) -> None:
+
+class _Discreet(ModuleType):
+    """torch._subclasses for whoever asks there whether a tensor is a fake one (transformers does, and then takes
+    another way than in training): none is, except to torch itself."""
+
+    @property
+    def FakeTensor(self) -> type:  # noqa: N802
+        asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return _FakeTensor if asks.partition(".")[0] == "torch" else _Nobody
+
+
+class FakeWorld:
+    """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s. `unnoticed`: the
+    step is not to see that its tensors are fakes."""
+
+    def __init__(self, *, unnoticed: bool = False) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._unnoticed = unnoticed
 
     def __enter__(self) -> FakeWorld:
         self._mode.__enter__()
+        if self._unnoticed:
+            _subclasses.__class__ = _Discreet
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._unnoticed:
+            _subclasses.__class__ = ModuleType
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(
