@@ -36,6 +36,7 @@ from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.execution import Execution
+from takeback.compiler.run.foreseen_step import ForeseenStep
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
     plain_microbatch,
@@ -48,6 +49,7 @@ from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
 from takeback.compiler.run.replayer import Replayer
+from takeback.compiler.run.room import is_out_of_memory
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError
@@ -295,7 +297,10 @@ class CompiledStep:
         if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
 
+        made: list[bool] = []
+
         def add_(got: Capture, sibling: Plan | None) -> None:
+            made.append(True)
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
@@ -307,10 +312,20 @@ class CompiledStep:
         work = self._maker.start(f"new plan for {made_for}")
         with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
-            if micro is None:
-                results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
-            else:
-                results = record_microbatch(recorded, batch, micro, then=add_)
+            refused: str | None = None
+            try:
+                if micro is None:
+                    results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+                else:
+                    results = record_microbatch(recorded, batch, micro, then=add_)
+            except (RuntimeError, MemoryError) as error:
+                if micro is not None or made or not is_out_of_memory(error):
+                    raise
+                refused = str(error).strip().partition("\n")[0]
+            if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
+                results = ForeseenStep(
+                    self._maker, self._plans, self._replayer, self._proof, key, outline, batch, leaves, refused
+                ).run()
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned

@@ -22,7 +22,6 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
-
 _FakeTensor = _subclasses.FakeTensor
 
 
@@ -45,7 +44,7 @@ class _Discreet(ModuleType):
     another way than in training): none is, except to torch itself."""
 
     @property
-    def FakeTensor(self) -> type:  # noqa: N802
+    def FakeTensor(self) -> type:
         asks = str(sys._getframe(1).f_globals.get("__name__", ""))
         return _FakeTensor if asks.partition(".")[0] == "torch" else _Nobody
 

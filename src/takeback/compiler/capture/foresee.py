@@ -10,7 +10,7 @@ random states that are set, and what kernels take inside (in proportion). Anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,9 @@ def foresee(
     if reason is not None:
         raise CaptureError(f"on fake tensors the step does something else than on real ones: {reason}.")
     if not _equal(got.aux_form, small.aux_form):
-        raise CaptureError("what loss_fn returns besides the loss holds other values with fake tensors than with real ones.")
+        raise CaptureError(
+            "what loss_fn returns besides the loss holds other values with fake tensors than with real ones."
+        )
     whole = _faked(subject, batch, got)
     if whole.has_aux != got.has_aux:
         raise CaptureError("loss_fn returns something else for the whole batch than for an excerpt of it.")
@@ -105,7 +107,9 @@ def _first_unlike(real: Program, fake: Program) -> str | None:
     if len(kernels) != len(fake.ops):
         return f"it is made of {len(fake.ops):,} ops instead of {len(kernels):,}"
     named = list(real.named_regions()), list(fake.named_regions())
-    if len(named[0]) != len(named[1]) or not all(a[0] == b[0] and _same(a[1], b[1]) for a, b in zip(*named, strict=True)):
+    if len(named[0]) != len(named[1]) or not all(
+        a[0] == b[0] and _same(a[1], b[1]) for a, b in zip(*named, strict=True)
+    ):
         return "it gives other results"
     met = {r.buffer for op in kernels for r in (*op.inputs, *op.outputs)}
     for b in met:
@@ -121,7 +125,9 @@ def _same(mine: Argument, theirs: Argument) -> bool:
         alike = mine.buffer == theirs.buffer and mine.dtype is theirs.dtype and mine.shape == theirs.shape
         steps = zip(mine.shape, mine.stride, theirs.stride, strict=True)
         # Where there is one element, or none, the step to the next one is arbitrary.
-        return alike and (mine.numel == 0 or (mine.offset == theirs.offset and all(n == 1 or a == b for n, a, b in steps)))
+        return alike and (
+            mine.numel == 0 or (mine.offset == theirs.offset and all(n == 1 or a == b for n, a, b in steps))
+        )
     if isinstance(mine, tuple) and isinstance(theirs, tuple):
         return len(mine) == len(theirs) and all(map(_same, mine, theirs))
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
@@ -136,7 +142,9 @@ def _same(mine: Argument, theirs: Argument) -> bool:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype is not other.dtype or one.shape != other.shape or one.device != other.device:
         return False
-    return bool(torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)))
+    return bool(
+        torch.equal(one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8))
+    )
 
 
 # -- the whole batch's program -----------------------------------------------------------------------------------------
@@ -193,7 +201,9 @@ def _not_siblings(small: Program, whole: Program) -> str | None:
     if len(small.ops) != len(whole.ops):
         return f"it is made of {len(whole.ops):,} ops instead of {len(small.ops):,}"
     named = list(small.named_regions()), list(whole.named_regions())
-    if len(named[0]) != len(named[1]) or not all(a[0] == b[0] and _alike(a[1], b[1]) for a, b in zip(*named, strict=True)):
+    if len(named[0]) != len(named[1]) or not all(
+        a[0] == b[0] and _alike(a[1], b[1]) for a, b in zip(*named, strict=True)
+    ):
         return "it gives other results"
     roles = {b: buffer.role for b, buffer in small.buffers.items()}
     if roles != {b: buffer.role for b, buffer in whole.buffers.items()} or small.leaves != whole.leaves:

@@ -20,6 +20,7 @@ from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
+from takeback.compiler.run.room import Vigil
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
@@ -94,7 +95,16 @@ class RecordedStep:
         """The recording itself."""
         kin = self.kin[0].kin if self.kin else None
         self.work.begin(Doing.RECORDING)
-        got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
+        vigil = Vigil() if all(p.device.type == "cpu" for p in self.subject.parameters) else None
+        got = capture(
+            self.subject,
+            *batch,
+            recording=self.recording,
+            on_abort=on_abort,
+            numbers=self.numbers,
+            kin=kin,
+            took_=vigil.took_ if vigil is not None else None,
+        )
         on_abort(got.rewind_)
         self.work.begin(None)
         return got

@@ -6,7 +6,11 @@ recording on the CPU is watched: `Vigil` raises before that happens.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,8 +64,15 @@ def _by_limits() -> Iterator[Room]:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return
-    used = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines) if name in _USED}
-    for kind, name, limit in ((resource.RLIMIT_AS, "VmSize", "RLIMIT_AS"), (resource.RLIMIT_DATA, "VmData", "RLIMIT_DATA")):
+    used = {
+        name: int(value.split()[0]) * 1024
+        for name, _, value in (line.partition(":") for line in lines)
+        if name in _USED
+    }
+    for kind, name, limit in (
+        (resource.RLIMIT_AS, "VmSize", "RLIMIT_AS"),
+        (resource.RLIMIT_DATA, "VmData", "RLIMIT_DATA"),
+    ):
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and name in used:
             yield Room(max(0, soft - used[name]), limit)
@@ -93,6 +104,16 @@ def _by_system() -> Iterator[Room]:
             continue
         cached = int(files.get("inactive_file", files.get("total_inactive_file", 0)))
         yield Room(max(0, limit - used + cached), "the control group's memory", kills=True)
+
+
+def let_go_(device: torch.device) -> None:
+    """Gives back what allocators keep of an attempt that failed: the traceback of its error held a step's tensors."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # a C library without it
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass

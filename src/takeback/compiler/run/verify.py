@@ -7,6 +7,7 @@ run, and eager's result is what stays.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,10 @@ class ForwardDiffers(Exception):
     where no gradients are wanted."""
 
 
+class _Compared(Exception):
+    """Takes back a replay that has shown what it was to show."""
+
+
 class ForwardFails(Exception):
     """There is no eager forward without gradients to compare with; says why."""
 
@@ -74,6 +79,17 @@ class BesideEager:
         """The result of the replay, whose loss, gradients and statistics are eager's; else the step is taken back."""
         expected = self._eager_gradients()
         return run(functools.partial(self._compare, expected))
+
+    def taken_back(self) -> None:
+        """Compares as `of_gradients` does, by a replay that is taken back whatever it gave."""
+        expected = self._eager_gradients()
+
+        def compare() -> None:
+            self._compare(expected)
+            raise _Compared
+
+        with contextlib.suppress(_Compared):
+            self.executor.run(self.leaves, (), inspect=compare)
 
     def _eager_gradients(self) -> dict[str, Kept]:
         """Of eager's forward and backward for this step, which are then taken back."""
