@@ -55,7 +55,7 @@ def _ways(batch: Any, accumulate: int) -> Iterator[Excerpt]:
     tensors = [t for t in tensors_of(batch) if t.dim()]
     firsts = [t.shape[0] for t in tensors]
     for extent in sorted(dict.fromkeys(firsts), key=firsts.count, reverse=True):
-        each = _ROWS * accumulate - (1 if extent % accumulate else 0)
+        each = _ROWS * accumulate if extent % accumulate == 0 else (_ROWS + 1) * accumulate - 1  # the last part is less
         rows = each if extent >= 2 * each else accumulate
         if rows < extent:
             yield Excerpt(extent, rows)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils import _foreach_utils  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.site import belongs_to_user
@@ -61,6 +62,7 @@ class FakeWorld:
         self._mode.__enter__()
         if self._unnoticed:
             _subclasses.__class__ = _Discreet
+            _foreach_utils._foreach_supported_types.append(_FakeTensor)  # clip_grad_norm_ asks for the type
         return self
 
     def __exit__(
@@ -68,6 +70,7 @@ class FakeWorld:
     ) -> None:
         if self._unnoticed:
             _subclasses.__class__ = ModuleType
+            _foreach_utils._foreach_supported_types.remove(_FakeTensor)
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(

@@ -105,8 +105,10 @@ def capture(
     kin: Kin | None = None,
     answers: Sequence[Op] = (),
     took_: Callable[[int], None] | None = None,
+    once: bool = False,
 ) -> Capture:
-    """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
+    """Records the step. A step that fills a cache the first time it runs is recorded a second time, unless `once` is
+    true: then it is refused, and what it kept is taken out again. `on_abort` is given
     what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
     `kin`: of an earlier recording, whose assumptions all hold. `answers` and `took_` are for the recorder."""
     how = _How(recording, real, on_abort, answers, took_)
@@ -127,6 +129,8 @@ def capture(
                     generator.set_state(state)
             return _attempt(subject, args, kwargs, first, how, kin=kin)
         except _KeptState as kept:
+            if once:
+                raise
             for generator, state in states:
                 generator.set_state(state)
             again = _look(subject, args, kwargs)

@@ -83,7 +83,7 @@ class ForeseenStep:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                reasons.append(f"{excerpt.describe()} do not fit either ({_line(error)})"); import traceback; traceback.print_exc()
+                reasons.append(f"{excerpt.describe()} do not fit either ({_line(error)})")
         let_go_(self.maker.device)
         why = reasons[0] if reasons else "its batch has no rows of which an excerpt could be taken"
         raise NoRoomError(
@@ -114,13 +114,22 @@ class ForeseenStep:
         plan, results = self._first(trial, stateless=stateless, later_bytes=missing)
         if stateless:
             self.plans.drop_(plan)
-            try:
-                trial.plan(stateless=False, later_bytes=0)
-            except (TakebackError, RuntimeError, MemoryError) as error:
-                # The step has been made. Whatever is wrong, the next call says so before it does anything.
-                if not isinstance(error, TakebackError) and not is_out_of_memory(error):
-                    raise
+            self._with_update_(trial)
         return results
+
+    def _with_update_(self, trial: _Trial) -> None:
+        """A plan for the steps to come. This one has been made: where none can be made, the next call says why, before
+        it does anything."""
+        parameters = self.maker.recipe.parameters
+        grads = [p.grad for p in parameters]  # the caller's, where he keeps them
+        try:
+            trial.plan(stateless=False, later_bytes=0)
+        except (TakebackError, RuntimeError, MemoryError) as error:
+            if not isinstance(error, TakebackError) and not is_out_of_memory(error):
+                raise
+        finally:
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad
 
     def _first(self, trial: _Trial, *, stateless: bool, later_bytes: int) -> tuple[Plan, Results]:
         """The first replay. Where it is refused memory, allocators lose more than was thought, and "auto" goes lower."""
@@ -160,7 +169,8 @@ class ForeseenStep:
 
     def _record(self, part: Batch) -> Capture:
         maker = self.maker
-        recorded = maker.recorded(maker.subject(tensors_of(part)), self.proof.measure)
+        # What a step keeps when it first runs would be of the excerpt's size.
+        recorded = replace(maker.recorded(maker.subject(tensors_of(part)), self.proof.measure), once=True)
         with Transaction() as aside:
             aside.at_end(maker.recipe.drop_grads_)
             aside.at_end(disarm_)

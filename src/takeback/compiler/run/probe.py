@@ -110,7 +110,10 @@ def _try(op: Op, program: Program, native: Native) -> tuple[Scratch, ...]:
             cell.view[0] = 0
             out = op.target(*args, **kwargs)
             cell.view[0] = -1
-    except (RuntimeError, MemoryError) as error:  # checked on 2.13: fakes have a batch norm's statistics in bfloat16, kernels do not
+    except (
+        RuntimeError,
+        MemoryError,
+    ) as error:  # checked on 2.13: fakes have a batch norm's statistics in bfloat16, kernels do not
         raise CaptureError(
             f"{op.name} cannot be tried by itself, to find the scratch it takes: fake kernels gave operands that the "
             f"real one does not take ({error}). Compile and run the step: what it records is real."

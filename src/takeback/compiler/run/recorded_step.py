@@ -51,6 +51,7 @@ class RecordedStep:
     proofs: ProvedRecordings = field(default_factory=lambda: ProvedRecordings(None))
     numbers: Sequence[NumberPlace] = ()  #: to be traced
     kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
+    once: bool = False  #: a step that keeps something the first time it runs is refused
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
     def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
@@ -104,6 +105,7 @@ class RecordedStep:
             numbers=self.numbers,
             kin=kin,
             took_=vigil.took_ if vigil is not None else None,
+            once=self.once,
         )
         on_abort(got.rewind_)
         self.work.begin(None)
