@@ -213,8 +213,7 @@ def _not_siblings(small: Program, whole: Program) -> str | None:
 
 def _alike(mine: Argument, theirs: Argument) -> bool:
     if isinstance(mine, Region) and isinstance(theirs, Region):
-        alike = mine.buffer == theirs.buffer and mine.dtype is theirs.dtype and len(mine.shape) == len(theirs.shape)
-        return alike
+        return mine.buffer == theirs.buffer and mine.dtype is theirs.dtype and len(mine.shape) == len(theirs.shape)
     if isinstance(mine, tuple) and isinstance(theirs, tuple):
         return len(mine) == len(theirs) and all(map(_alike, mine, theirs))
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):

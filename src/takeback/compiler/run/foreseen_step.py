@@ -132,7 +132,7 @@ class ForeseenStep:
                 p.grad = grad
 
     def _first(self, trial: _Trial, *, stateless: bool, later_bytes: int) -> tuple[Plan, Results]:
-        """The first replay. Where it is refused memory, allocators lose more than was thought, and "auto" goes lower."""
+        """The first replay. Where it is refused memory, allocators lose more than was thought: "auto" goes lower."""
         shares = SHARES if self.maker.options.memory == "auto" else SHARES[:1]
         for share in shares:
             plan = trial.plan(stateless=stateless, later_bytes=later_bytes, share=share)
@@ -263,8 +263,8 @@ class _Trial:
         return (
             f"eager has no room for this step ({self.step.refused}), so it was not recorded: its program is what fake "
             f"tensors show, which for {self.excerpt.describe()} is, op for op, what was recorded; {choices} were "
-            f"compared with eager on these rows, where nothing {in_words(measure)}. No step on the whole batch has been "
-            f"compared with eager's; from time to time its loss is, where eager's forward fits"
+            f"compared with eager on these rows, where nothing {in_words(measure)}. No step on the whole batch has "
+            f"been compared with eager's; from time to time its loss is, where eager's forward fits"
         )
 
 

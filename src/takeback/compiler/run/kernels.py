@@ -17,10 +17,13 @@ from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight
+from takeback.compiler.run.room import is_out_of_memory
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
+
+_MOST_WITHOUT_ROOM = 50  #: comparisons
 
 NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
 
@@ -28,7 +31,7 @@ NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not bee
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("__weakref__", "_call", "_compiled", "_kernels", "changed_at", "cluster", "note", "tried")
+    __slots__ = ("__weakref__", "_call", "_compiled", "_kernels", "_no_room", "changed_at", "cluster", "note", "tried")
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
@@ -36,6 +39,7 @@ class ClusterKernel:
         self.tried = False  #: to compile it
         self.changed_at = 0  #: the change of the step's kernels that brought this one
         self._kernels = kernels
+        self._no_room = 0  #: how often it could not be compared for want of memory
         self._call: Call = eagerly(cluster)
         self._compiled: Call | None = None
 
@@ -50,13 +54,19 @@ class ClusterKernel:
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             self._kernels.compared = True
-            fitting = compiled
+            fitting: Call | None = compiled
             with self._kernels.aside():
                 try:
                     fitting = shaped(self.cluster, compiled, operands)
                     wrong = what_is_wrong(self.cluster, fitting, operands)
                 except Exception as error:  # a kernel that does not start, a comparison that finds no room
+                    self._no_room += is_out_of_memory(error)
+                    if is_out_of_memory(error) and self._no_room < _MOST_WITHOUT_ROOM:
+                        fitting = None  # elsewhere in the step there may be more
                     wrong = f"it failed where it was compared ({in_a_line(error)})"
+            if fitting is None:
+                with self._kernels.aside():
+                    return eagerly(self.cluster)(operands)
             right: Call = straight(fitting) if wrong is None else eagerly(self.cluster)
             self._call, self.note = right, wrong
             if wrong is None:
