@@ -48,11 +48,12 @@ from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
+from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.replayer import Replayer
 from takeback.compiler.run.room import is_out_of_memory
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
 
@@ -177,6 +178,7 @@ class CompiledStep:
         key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
+        unproved: Plan | None = None
         for plan in self._plans.under(key):
             change = plan.change(leaves)
             if change is not None:
@@ -186,12 +188,21 @@ class CompiledStep:
                 results = self._replayer.use(plan, batch, leaves, micro)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
+            except NoRoomError:
+                if plan.is_proved or micro is not None or plan.executor.committing:
+                    raise
+                unproved = plan
+                break
             else:
                 self.grad_norm = results.grad_norm
                 self._unplanned.planned_(new=False)
                 self._news.steady()
                 return results.returned
         outline = (outline_of(batch), *key[1:])
+        if unproved is not None:  # eager was recorded, but has no room beside a plan
+            self._plans.drop_(unproved)
+            with self._new_plan(batch):
+                return self._foresee(key, outline, batch, leaves, "there is none to compare a plan with it").returned
         reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
@@ -309,8 +320,7 @@ class CompiledStep:
             self._plans.add_(plan)
 
         made_for = batch_in_words(batch)
-        work = self._maker.start(f"new plan for {made_for}")
-        with work.inside, work:
+        with self._new_plan(batch):
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             refused: str | None = None
             try:
@@ -323,12 +333,26 @@ class CompiledStep:
                     raise
                 refused = str(error).strip().partition("\n")[0]
             if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
-                results = ForeseenStep(
-                    self._maker, self._plans, self._replayer, self._proof, key, outline, batch, leaves, refused
-                ).run()
+                return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
+
+    def _foresee(
+        self, key: Hashable, outline: Hashable, batch: Batch, leaves: Sequence[torch.Tensor], refused: str
+    ) -> Results:
+        """A step that eager has no room for. `refused`: what it was told."""
+        given = (self._maker, self._plans, self._replayer, self._proof)
+        results = ForeseenStep(*given, key, outline, batch, leaves, refused).run()
+        self.grad_norm = results.grad_norm
+        self._unplanned.planned_(new=True)
+        return results
+
+    @contextlib.contextmanager
+    def _new_plan(self, batch: Batch) -> Iterator[None]:
+        work = self._maker.start(f"new plan for {batch_in_words(batch)}")
+        with work.inside, work:
+            yield
 
 
 def _schedule(verify_every: int | None) -> Schedule:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import takeback as tb
 from harness import Case, adamw, assert_same, sgd, state_of, train_both
 from takeback import zoo
-from takeback.compiler.run import recorded_step
+from takeback.compiler.run import foreseen_step, recorded_step, verify
 from takeback.compiler.run.room import OutOfRoom, Vigil
 from takeback.errors import NoRoomError
 
@@ -226,8 +226,6 @@ def test_refusal_says_why_and_leaves_everything_as_it_was(name: str) -> None:
 @pytest.mark.usefixtures("scarce")
 def test_foreseen_plan_is_proved_on_the_excerpt(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one product of the plan off by a bit, the step is refused and taken back."""
-    from takeback.compiler.run import foreseen_step
-
     compared: list[int] = []
 
     class Spoilt(foreseen_step.BesideEager):
@@ -246,6 +244,46 @@ def test_foreseen_plan_is_proved_on_the_excerpt(monkeypatch: pytest.MonkeyPatch)
         step(*draw(0))
     assert compared == [1 + 6 + 3]
     assert_same(state_of(model, optimizer), before)
+
+
+def test_plan_that_eager_has_no_room_beside_is_proved_on_an_excerpt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording fits, and eager beside the first replay does not."""
+    own = verify.BesideEager._eager_gradients
+
+    def only_few(self: verify.BesideEager) -> Any:
+        if len(self.leaves[0]) > 16:
+            raise OutOfRoom("no room, for a test")
+        return own(self)
+
+    monkeypatch.setattr(verify.BesideEager, "_eager_gradients", only_few)
+    step = train_both(Case(net, mean_loss, draw), steps=4, memory="auto")
+    assert any("eager has no room for this step" in note for note in step.report().notes)
+
+
+@pytest.mark.usefixtures("scarce")
+def test_replay_that_is_refused_memory_says_what_is_short_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = net()
+    optimizer = adamw(model)
+    step = tb.compile_step(model, mean_loss, optimizer)
+    step(*draw(0))
+    before = {key: value.clone() for key, value in state_of(model, optimizer).items()}
+    random = torch.get_rng_state()
+    executor = step._last.executor
+
+    def refuse(batch: list[Tensor]) -> None:
+        type(executor)._compute_(executor, batch)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory, for a test")
+
+    monkeypatch.setattr(executor, "_compute_", refuse)
+    with pytest.raises(
+        NoRoomError, match=r"can't allocate memory, for a test\): it needs [0-9.]+ MiB.*Nothing has been"
+    ):
+        step(*draw(1))
+    assert_same(state_of(model, optimizer), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    monkeypatch.undo()
+    assert step(*draw(1)).isfinite()
 
 
 @pytest.mark.usefixtures("scarce")

@@ -17,7 +17,7 @@ from takeback.compiler.run.plan_maker import PlanMaker
 from takeback.compiler.run.room import Room, room_on
 from takeback.errors import MemoryTargetError, NoRoomError
 
-SHARES = (0.96, 0.85, 0.7)  #: of what is left, for a plan: allocators round, and torch takes some for itself
+_SHARE = 0.96  #: of what is left, for a plan: allocators round, and torch takes some for itself
 
 
 _TRIED = 1.1  #: times what is left: so far, a plan is tried, where to be refused memory is all that can happen
@@ -77,7 +77,7 @@ class Fitting:
     maker: PlanMaker
     why: str
     later_bytes: int = 0
-    share: float = SHARES[0]
+    most_bytes: int | None = None  #: a plan that took more than this has been refused memory
     room: Room | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -87,7 +87,8 @@ class Fitting:
         room = self.room = room_for(maker)
         if room is None:
             return planned
-        most = int(room.size_bytes * self.share) - self.later_bytes
+        most = int(room.size_bytes * _SHARE) - self.later_bytes
+        most = most if self.most_bytes is None else min(most, self.most_bytes)
         needed = needed_bytes(maker, planned)
         if needed <= most:
             return planned
@@ -98,9 +99,10 @@ class Fitting:
             except MemoryTargetError:
                 tight = maker.lay_out(finished, replace(maker.options, memory="min"))
                 self._check(finished, tight, room)
+            tried = "" if self.most_bytes is None else ", which was not enough"
             self.notes.append(
-                f"memory='auto' would take {_mib(needed)} here, and {_mib(room.size_bytes)} are left by {room.limit}: "
-                f"the plan takes {_mib(needed_bytes(maker, tight))}"
+                f"memory='auto' would take {_mib(needed)} here, and {_mib(room.size_bytes)} are left by {room.limit}"
+                f"{tried}: the plan takes {_mib(needed_bytes(maker, tight))}"
             )
             return tight
         self._check(finished, planned, room)

@@ -32,7 +32,7 @@ from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.program import Program
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch
-from takeback.compiler.run.fitting import SHARES, Fitting
+from takeback.compiler.run.fitting import Fitting, needed_bytes
 from takeback.compiler.run.plan_maker import PlanMaker
 from takeback.compiler.run.plans import Foreseen, Plan, PlanCache
 from takeback.compiler.run.probe import probe_scratch
@@ -46,6 +46,7 @@ from takeback.errors import CaptureError, NoRoomError, TakebackError
 from takeback.progress import Doing
 
 _BOTH = "a step that does not fit in eager is planned from a few rows of its batch, and that does not go together with "
+_ATTEMPTS, _LOWER = 3, 0.75  #: of "auto", each with so much of what the one before was to take
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ForeseenStep:
         held = {id(t) for t in whole.assumptions.tensors}
         if any(id(leaf) in held for leaf in self.leaves):
             raise CaptureError("the model or loss_fn holds a tensor of the batch.")
-        trial = _Trial(self, excerpt, part, got, replace(whole, program=self._with_scratch(whole.program)))
+        trial = _FromExcerpt(self, excerpt, part, got, replace(whole, program=self._with_scratch(whole.program)))
         why = why_own_steps(maker.optimizers, maker.scaling)
         updated = [maker.subject(self.leaves).parameters[i] for i in whole.program.grads]
         planned = [m for m, reason in zip(maker.optimizers.members, why, strict=True) if reason is None]
@@ -117,7 +118,7 @@ class ForeseenStep:
             self._with_update_(trial)
         return results
 
-    def _with_update_(self, trial: _Trial) -> None:
+    def _with_update_(self, trial: _FromExcerpt) -> None:
         """A plan for the steps to come. This one has been made: where none can be made, the next call says why, before
         it does anything."""
         parameters = self.maker.recipe.parameters
@@ -131,19 +132,20 @@ class ForeseenStep:
             for p, grad in zip(parameters, grads, strict=True):
                 p.grad = grad
 
-    def _first(self, trial: _Trial, *, stateless: bool, later_bytes: int) -> tuple[Plan, Results]:
+    def _first(self, trial: _FromExcerpt, *, stateless: bool, later_bytes: int) -> tuple[Plan, Results]:
         """The first replay. Where it is refused memory, allocators lose more than was thought: "auto" goes lower."""
-        shares = SHARES if self.maker.options.memory == "auto" else SHARES[:1]
-        for share in shares:
-            plan = trial.plan(stateless=stateless, later_bytes=later_bytes, share=share)
+        most: int | None = None
+        for attempt in range(_ATTEMPTS if self.maker.options.memory == "auto" else 1, 0, -1):
+            plan = trial.plan(stateless=stateless, later_bytes=later_bytes, most_bytes=most)
             try:
                 return plan, self.replayer.use(plan, self.batch, self.leaves, None)
             except BaseException as error:
                 self.plans.drop_(plan)
-                if not isinstance(error, NoRoomError) or share == shares[-1] or plan.executor.committing:
+                if not isinstance(error, NoRoomError) or attempt == 1 or plan.executor.committing:
                     raise
+            most = int(_LOWER * needed_bytes(self.maker, plan.planned))
             let_go_(self.maker.device)
-        raise AssertionError("the last share returns or raises")
+        raise AssertionError("the last attempt returns or raises")
 
     def _with_scratch(self, program: Program) -> Program:
         """On the CPU kernels are asked what they take inside, one by one, where they fit; else it is in proportion to
@@ -184,7 +186,7 @@ class ForeseenStep:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _FromExcerpt:
     """One excerpt, of which everything is known but whether it plans."""
 
     step: ForeseenStep
@@ -193,14 +195,14 @@ class _Trial:
     got: Capture
     whole: Capture
 
-    def plan(self, *, stateless: bool, later_bytes: int, share: float = SHARES[0]) -> Plan:
+    def plan(self, *, stateless: bool, later_bytes: int, most_bytes: int | None = None) -> Plan:
         """A plan for the whole batch, proved on the excerpt, and among the step's plans. `later_bytes`: of state that
         the optimizers will make. The search takes memory as well, so that what was left before may not be there."""
         try:
-            return self._plan(Fitting(self.step.maker, self.step.refused, later_bytes, share), stateless=stateless)
+            return self._plan(Fitting(self.step.maker, self.step.refused, later_bytes, most_bytes), stateless=stateless)
         except MemoryError:
             let_go_(self.step.maker.device)
-        return self._plan(Fitting(self.step.maker, self.step.refused, later_bytes, share), stateless=stateless)
+        return self._plan(Fitting(self.step.maker, self.step.refused, later_bytes, most_bytes), stateless=stateless)
 
     def _plan(self, fitting: Fitting, *, stateless: bool) -> Plan:
         step, maker = self.step, self.step.maker
