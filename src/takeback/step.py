@@ -36,6 +36,7 @@ from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.execution import Execution
+from takeback.compiler.run.fitting import LOWER, needed_bytes
 from takeback.compiler.run.foreseen_step import ForeseenStep
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
@@ -178,7 +179,7 @@ class CompiledStep:
         key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
-        unproved: Plan | None = None
+        too_large: Plan | None = None
         for plan in self._plans.under(key):
             change = plan.change(leaves)
             if change is not None:
@@ -189,9 +190,10 @@ class CompiledStep:
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
             except NoRoomError:
-                if plan.is_proved or micro is not None or plan.executor.committing:
+                lower = plan.foreseen is not None and self.options.memory == "auto"
+                if (plan.is_proved and not lower) or micro is not None or plan.executor.committing:
                     raise
-                unproved = plan
+                too_large = plan
                 break
             else:
                 self.grad_norm = results.grad_norm
@@ -199,10 +201,14 @@ class CompiledStep:
                 self._news.steady()
                 return results.returned
         outline = (outline_of(batch), *key[1:])
-        if unproved is not None:  # eager was recorded, but has no room beside a plan
-            self._plans.drop_(unproved)
+        if too_large is not None:  # or eager was recorded, but has no room beside it
+            self._plans.drop_(too_large)
+            most, refused = None, "there is none to compare a plan with it"
+            if too_large.foreseen is not None:
+                most = int(LOWER * needed_bytes(self._maker, too_large.planned))
+                refused = "a plan that was to take less was refused memory"
             with self._new_plan(batch):
-                return self._foresee(key, outline, batch, leaves, "there is none to compare a plan with it").returned
+                return self._foresee(key, outline, batch, leaves, refused, most).returned
         reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
@@ -339,11 +345,17 @@ class CompiledStep:
         return results.returned
 
     def _foresee(
-        self, key: Hashable, outline: Hashable, batch: Batch, leaves: Sequence[torch.Tensor], refused: str
+        self,
+        key: Hashable,
+        outline: Hashable,
+        batch: Batch,
+        leaves: Sequence[torch.Tensor],
+        refused: str,
+        most_bytes: int | None = None,
     ) -> Results:
-        """A step that eager has no room for. `refused`: what it was told."""
+        """A step that eager has no room for. `refused`: what it was told. `most_bytes`: what its plan may take."""
         given = (self._maker, self._plans, self._replayer, self._proof)
-        results = ForeseenStep(*given, key, outline, batch, leaves, refused).run()
+        results = ForeseenStep(*given, key, outline, batch, leaves, refused, most_bytes).run()
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import takeback as tb
 from harness import Case, adamw, assert_same, sgd, state_of, train_both
 from takeback import zoo
+from takeback.compiler.planning import sums_up
 from takeback.compiler.run import foreseen_step, recorded_step, verify
 from takeback.compiler.run.room import OutOfRoom, Vigil
 from takeback.errors import NoRoomError
@@ -130,16 +132,15 @@ def test_step_that_cannot_be_recorded_has_eagers_bits(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("scarce")
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "dit", "ssm"])
 def test_foreseen_program_is_the_recorded_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = zoo.case(name)
-    monkeypatch.setattr(sys.modules[__name__], "LIMIT_BYTES", 40 << 20)
     step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="keep")
     step(*case.batch)
     recorded = step._last.recorded
     assert step._last.foreseen is None
-    monkeypatch.setattr(Scarce, "took_", _after(sum(b.size_bytes for b in recorded.buffers.values()) // 2))
+    monkeypatch.setattr(recorded_step, "Vigil", Scarce)
+    monkeypatch.setattr(Scarce, "took_", _after(sums_up(recorded) * 9 // 10))
     case = zoo.case(name)
     step = tb.compile_step(case.model, case.loss_fn, case.optimizer, memory="keep")
     step(*case.batch)
@@ -265,7 +266,7 @@ def test_replay_that_is_refused_memory_says_what_is_short_and_changes_nothing(mo
     torch.manual_seed(0)
     model = net()
     optimizer = adamw(model)
-    step = tb.compile_step(model, mean_loss, optimizer)
+    step = tb.compile_step(model, mean_loss, optimizer, memory="min")
     step(*draw(0))
     before = {key: value.clone() for key, value in state_of(model, optimizer).items()}
     random = torch.get_rng_state()
@@ -282,8 +283,10 @@ def test_replay_that_is_refused_memory_says_what_is_short_and_changes_nothing(mo
         step(*draw(1))
     assert_same(state_of(model, optimizer), before)
     assert torch.equal(torch.get_rng_state(), random)
-    monkeypatch.undo()
+    step.options = replace(step.options, memory="auto")  # which goes lower
+    step._maker.options = step.options
     assert step(*draw(1)).isfinite()
+    assert step._last.executor is not executor
 
 
 @pytest.mark.usefixtures("scarce")

@@ -18,6 +18,8 @@ from takeback.compiler.run.room import Room, room_on
 from takeback.errors import MemoryTargetError, NoRoomError
 
 _SHARE = 0.96  #: of what is left, for a plan: allocators round, and torch takes some for itself
+_SHARE_FAST = 0.8  #: each generated kernel is compared with eager's, where it is used first
+LOWER = 0.75  #: of what a plan was to take that was refused memory, for the next
 
 
 _TRIED = 1.1  #: times what is left: so far, a plan is tried, where to be refused memory is all that can happen
@@ -87,7 +89,7 @@ class Fitting:
         room = self.room = room_for(maker)
         if room is None:
             return planned
-        most = int(room.size_bytes * _SHARE) - self.later_bytes
+        most = int(room.size_bytes * (_SHARE_FAST if maker.fast else _SHARE)) - self.later_bytes
         most = most if self.most_bytes is None else min(most, self.most_bytes)
         needed = needed_bytes(maker, planned)
         if needed <= most:

@@ -32,7 +32,7 @@ from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.program import Program
 from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch
-from takeback.compiler.run.fitting import Fitting, needed_bytes
+from takeback.compiler.run.fitting import LOWER, Fitting, needed_bytes
 from takeback.compiler.run.plan_maker import PlanMaker
 from takeback.compiler.run.plans import Foreseen, Plan, PlanCache
 from takeback.compiler.run.probe import probe_scratch
@@ -46,7 +46,7 @@ from takeback.errors import CaptureError, NoRoomError, TakebackError
 from takeback.progress import Doing
 
 _BOTH = "a step that does not fit in eager is planned from a few rows of its batch, and that does not go together with "
-_ATTEMPTS, _LOWER = 3, 0.75  #: of "auto", each with so much of what the one before was to take
+_ATTEMPTS = 3  #: of "auto"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class ForeseenStep:
     batch: Batch
     leaves: Sequence[torch.Tensor]
     refused: str
+    most_bytes: int | None = None  #: what a plan may take: one that took more was refused memory
 
     def run(self) -> Results:
         """Raises `NoRoomError`, with everything as before, where it cannot be done."""
@@ -134,7 +135,7 @@ class ForeseenStep:
 
     def _first(self, trial: _FromExcerpt, *, stateless: bool, later_bytes: int) -> tuple[Plan, Results]:
         """The first replay. Where it is refused memory, allocators lose more than was thought: "auto" goes lower."""
-        most: int | None = None
+        most = self.most_bytes
         for attempt in range(_ATTEMPTS if self.maker.options.memory == "auto" else 1, 0, -1):
             plan = trial.plan(stateless=stateless, later_bytes=later_bytes, most_bytes=most)
             try:
@@ -143,7 +144,7 @@ class ForeseenStep:
                 self.plans.drop_(plan)
                 if not isinstance(error, NoRoomError) or attempt == 1 or plan.executor.committing:
                     raise
-            most = int(_LOWER * needed_bytes(self.maker, plan.planned))
+            most = int(LOWER * needed_bytes(self.maker, plan.planned))
             let_go_(self.maker.device)
         raise AssertionError("the last attempt returns or raises")
 
