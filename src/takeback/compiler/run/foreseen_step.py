@@ -218,6 +218,7 @@ class _FromExcerpt:
         if maker.fast:
             maker.arena.release_()
             maker.kernels.compare_beforehand_(plan.executor.program)
+            let_go_(maker.device)
         alike = self._prove(plan, stateless=stateless)
         plan.proved = plan.family.proved = True
         room = fitting.room
