@@ -67,7 +67,7 @@ class ReduceError(TakebackError):
     """The ranks of a group could not average their gradients, or have different models."""
 
 
-class NoRoomError(TakebackError, RuntimeError):
+class NoRoomError(TakebackError, RuntimeError, MemoryError):
     """There is not enough memory for the step: says what is short by how much, and which `memory=` would fit. The step
     was not made; model, optimizer and random state are as before it.
 

@@ -207,7 +207,8 @@ class CompiledStep:
             if too_large.foreseen is not None:
                 most = int(LOWER * needed_bytes(self._maker, too_large.planned))
                 refused = "a plan that was to take less was refused memory"
-            with self._new_plan(batch):
+            work = self._maker.start(f"new plan for {batch_in_words(batch)}")
+            with work.inside, work:
                 return self._foresee(key, outline, batch, leaves, refused, most).returned
         reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
@@ -314,10 +315,9 @@ class CompiledStep:
         if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
 
-        made: list[bool] = []
+        begun: list[bool] = []  #: the update: the step is not to be made a second time
 
         def add_(got: Capture, sibling: Plan | None) -> None:
-            made.append(True)
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
@@ -326,16 +326,18 @@ class CompiledStep:
             self._plans.add_(plan)
 
         made_for = batch_in_words(batch)
-        with self._new_plan(batch):
+        work = self._maker.start(f"new plan for {made_for}")
+        with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             refused: str | None = None
             try:
                 if micro is None:
-                    results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
+                    kept = self.options.keep_grads
+                    results = recorded.run(batch, add_, keep_grads=kept, begins=lambda: begun.append(True))
                 else:
                     results = record_microbatch(recorded, batch, micro, then=add_)
             except (RuntimeError, MemoryError) as error:
-                if micro is not None or made or not is_out_of_memory(error):
+                if micro is not None or begun or not is_out_of_memory(error):
                     raise
                 refused = str(error).strip().partition("\n")[0]
             if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
@@ -359,12 +361,6 @@ class CompiledStep:
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results
-
-    @contextlib.contextmanager
-    def _new_plan(self, batch: Batch) -> Iterator[None]:
-        work = self._maker.start(f"new plan for {batch_in_words(batch)}")
-        with work.inside, work:
-            yield
 
 
 def _schedule(verify_every: int | None) -> Schedule:

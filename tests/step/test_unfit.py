@@ -289,6 +289,21 @@ def test_replay_that_is_refused_memory_says_what_is_short_and_changes_nothing(mo
     assert step._last.executor is not executor
 
 
+def test_step_whose_update_runs_out_of_memory_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = net()
+    optimizer = adamw(model)
+    step = tb.compile_step(model, mean_loss, optimizer)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory, for a test")
+
+    monkeypatch.setattr(optimizer, "step", refuse)
+    with pytest.raises(RuntimeError, match="for a test"):
+        step(*draw(0))
+    assert step.counts.planned == 0
+
+
 @pytest.mark.usefixtures("scarce")
 def test_nothing_changes_where_eager_fits() -> None:
     torch.manual_seed(0)

@@ -54,9 +54,17 @@ class RecordedStep:
     once: bool = False  #: a step that keeps something the first time it runs is refused
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
-    def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
-        """What eager gave. `then` is called after the commit, with the recording and the plan of which it is a sibling:
-        if it raises, the step is taken back where it is revocable, and stays where it is not."""
+    def run(
+        self,
+        batch: Batch,
+        then: Callable[[Capture, Plan | None], None],
+        *,
+        keep_grads: bool,
+        begins: Callable[[], None] = lambda: None,
+    ) -> Results:
+        """What eager gave. `begins` is called before the update, and `then` after the commit, with the recording and the
+        plan of which it is a sibling: if it raises, the step is taken back where it is revocable, and stays where it is
+        not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
         with Transaction() as step:
             if self.revocable:
@@ -76,6 +84,7 @@ class RecordedStep:
                 group.average_grads_(in_one_piece=self.in_one_piece)
                 norm = clip_(self.subject.parameters, recipe.clip_norm)
             step.commit()
+            begins()
             if scaling is None:
                 recipe.optimizers.step_()
             else:

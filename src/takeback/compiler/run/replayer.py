@@ -45,7 +45,7 @@ class Replayer:
         try:
             return self._use(plan, batch, leaves, micro)
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if micro is not None or not is_out_of_memory(error):
                 raise
             refused = str(error).strip().partition("\n")[0]
         # Out of that block: the error's traceback holds what the step had in memory.
