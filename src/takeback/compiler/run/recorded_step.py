@@ -62,7 +62,7 @@ class RecordedStep:
         keep_grads: bool,
         begins: Callable[[], None] = lambda: None,
     ) -> Results:
-        """What eager gave. `begins` is called before the update, and `then` after the commit, with the recording and the
+        """What eager gave. `begins` is called before the update, `then` after the commit, with the recording and the
         plan of which it is a sibling: if it raises, the step is taken back where it is revocable, and stays where it is
         not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
