@@ -97,6 +97,7 @@ THINNED = {
     "step/test_changes.py": 2,
     "step/test_equivalence.py": 5,
     "step/test_every_op.py": 2,
+    "step/test_unfit.py": 8,
     "step/test_hazard_graphs.py": 2,
     "step/test_memory_targets.py": 3,
     "step/test_refusals.py": 3,

@@ -67,6 +67,20 @@ class ReduceError(TakebackError):
     """The ranks of a group could not average their gradients, or have different models."""
 
 
+class NoRoomError(TakebackError, RuntimeError, MemoryError):
+    """There is not enough memory for the step: says what is short by how much, and which `memory=` would fit. The step
+    was not made; model, optimizer and random state are as before it.
+
+    needed_bytes   what the step would take above what is there; None if that is not known
+    room_bytes     what is left; None if that is not known
+    """
+
+    def __init__(self, text: str, *, needed_bytes: int | None = None, room_bytes: int | None = None) -> None:
+        super().__init__(text)
+        self.needed_bytes = needed_bytes
+        self.room_bytes = room_bytes
+
+
 class MemoryTargetError(OptionError):
     """The step's peak cannot be as low as `memory=` asks."""
 

@@ -36,6 +36,8 @@ from takeback.compiler.run.codegen import HeldValueChanged
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.earnings import NO_ROOM, Earnings
 from takeback.compiler.run.execution import Execution
+from takeback.compiler.run.fitting import LOWER, needed_bytes
+from takeback.compiler.run.foreseen_step import ForeseenStep
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.microbatch import (
     plain_microbatch,
@@ -47,10 +49,12 @@ from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
+from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.replayer import Replayer
+from takeback.compiler.run.room import is_out_of_memory
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
-from takeback.errors import CaptureError
+from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
 
@@ -175,6 +179,7 @@ class CompiledStep:
         key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
+        too_large: Plan | None = None
         for plan in self._plans.under(key):
             change = plan.change(leaves)
             if change is not None:
@@ -184,12 +189,27 @@ class CompiledStep:
                 results = self._replayer.use(plan, batch, leaves, micro)
             except HeldValueChanged as held:
                 missed = plan.executor.program.ops[held.position]
+            except NoRoomError:
+                lower = plan.foreseen is not None and self.options.memory == "auto"
+                if (plan.is_proved and not lower) or micro is not None or plan.executor.committing:
+                    raise
+                too_large = plan
+                break
             else:
                 self.grad_norm = results.grad_norm
                 self._unplanned.planned_(new=False)
                 self._news.steady()
                 return results.returned
         outline = (outline_of(batch), *key[1:])
+        if too_large is not None:  # or eager was recorded, but has no room beside it
+            self._plans.drop_(too_large)
+            most, refused = None, "there is none to compare a plan with it"
+            if too_large.foreseen is not None:
+                most = int(LOWER * needed_bytes(self._maker, too_large.planned))
+                refused = "a plan that was to take less was refused memory"
+            work = self._maker.start(f"new plan for {batch_in_words(batch)}")
+            with work.inside, work:
+                return self._foresee(key, outline, batch, leaves, refused, most).returned
         reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
@@ -295,6 +315,8 @@ class CompiledStep:
         if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
 
+        begun: list[bool] = []  #: the update: the step is not to be made a second time
+
         def add_(got: Capture, sibling: Plan | None) -> None:
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
@@ -307,13 +329,38 @@ class CompiledStep:
         work = self._maker.start(f"new plan for {made_for}")
         with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
-            if micro is None:
-                results = recorded.run(batch, then=add_, keep_grads=self.options.keep_grads)
-            else:
-                results = record_microbatch(recorded, batch, micro, then=add_)
+            refused: str | None = None
+            try:
+                if micro is None:
+                    kept = self.options.keep_grads
+                    results = recorded.run(batch, add_, keep_grads=kept, begins=lambda: begun.append(True))
+                else:
+                    results = record_microbatch(recorded, batch, micro, then=add_)
+            except (RuntimeError, MemoryError) as error:
+                if micro is not None or begun or not is_out_of_memory(error):
+                    raise
+                refused = str(error).strip().partition("\n")[0]
+            if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
+                return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
+
+    def _foresee(
+        self,
+        key: Hashable,
+        outline: Hashable,
+        batch: Batch,
+        leaves: Sequence[torch.Tensor],
+        refused: str,
+        most_bytes: int | None = None,
+    ) -> Results:
+        """A step that eager has no room for. `refused`: what it was told. `most_bytes`: what its plan may take."""
+        given = (self._maker, self._plans, self._replayer, self._proof)
+        results = ForeseenStep(*given, key, outline, batch, leaves, refused, most_bytes).run()
+        self.grad_norm = results.grad_norm
+        self._unplanned.planned_(new=True)
+        return results
 
 
 def _schedule(verify_every: int | None) -> Schedule:

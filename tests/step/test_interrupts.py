@@ -123,7 +123,7 @@ def press_ctrl_c() -> None:
 
 
 def fail() -> None:
-    raise MemoryError("no room in this kernel")
+    raise ArithmeticError("this kernel fails")
 
 
 def run_positions(step: tb.CompiledStep) -> list[tuple[int, Phase]]:
@@ -140,7 +140,7 @@ def test_interrupt_before_any_op_of_forward_or_backward_takes_the_step_back(acti
     for position in computing:
         before = pair.state()
         executor, plain = set_trap(pair.step, position, action)
-        with pytest.raises((KeyboardInterrupt, MemoryError)):
+        with pytest.raises((KeyboardInterrupt, ArithmeticError)):
             pair.attempt()
         assert_same(pair.state(), before, f"after an interrupt before op {position}")
         assert torch.is_grad_enabled()
@@ -244,7 +244,7 @@ def test_interrupt_while_recording_takes_the_step_back(where: str, action: Calla
 
     pair = Pair(loss_fn)
     before = pair.state()
-    with pytest.raises((KeyboardInterrupt, MemoryError)):
+    with pytest.raises((KeyboardInterrupt, ArithmeticError)):
         pair.attempt()
     assert_same(pair.state(), before)
     assert all(p.grad is None for p in pair.model.parameters())
@@ -575,7 +575,7 @@ def test_an_aborted_replay_draws_the_same_numbers_again() -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state()
     executor, plain = set_trap(pair.step, computing[-1], fail)
-    with pytest.raises(MemoryError):
+    with pytest.raises(ArithmeticError):
         pair.step(*xy(9))
     assert torch.equal(torch.get_rng_state(), before)
     executor._cell.view, executor._generation = plain, -1
@@ -594,7 +594,7 @@ def test_an_aborted_recording_draws_the_same_numbers_again() -> None:
 
     pair = Pair(loss_fn)
     before = torch.get_rng_state()
-    with pytest.raises(MemoryError):
+    with pytest.raises(ArithmeticError):
         pair.step(*xy(9))
     assert torch.equal(torch.get_rng_state(), before)
     pair.advance(3)

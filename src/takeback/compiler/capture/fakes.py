@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
+from torch import _subclasses  # checked on 2.11 and 2.13
 from torch._subclasses.fake_tensor import (  # checked on 2.11 and 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils import _foreach_utils  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
+
+_FakeTensor = _subclasses.FakeTensor
 
 
 def _line_of(trace: TracebackType | None) -> str:
@@ -31,19 +36,41 @@ def _line_of(trace: TracebackType | None) -> str:
     return found
 
 
-class FakeWorld:
-    """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s."""
+class _Nobody:
+    """A class that no tensor is of."""
 
-    def __init__(self) -> None:
+
+class _Discreet(ModuleType):
+    """torch._subclasses for whoever asks there whether a tensor is a fake one (transformers does, and then takes
+    another way than in training): none is, except to torch itself."""
+
+    @property
+    def FakeTensor(self) -> type:
+        asks = str(sys._getframe(1).f_globals.get("__name__", ""))
+        return _FakeTensor if asks.partition(".")[0] == "torch" else _Nobody
+
+
+class FakeWorld:
+    """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s. `unnoticed`: the
+    step is not to see that its tensors are fakes."""
+
+    def __init__(self, *, unnoticed: bool = False) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._unnoticed = unnoticed
 
     def __enter__(self) -> FakeWorld:
         self._mode.__enter__()
+        if self._unnoticed:
+            _subclasses.__class__ = _Discreet
+            _foreach_utils._foreach_supported_types.append(_FakeTensor)  # clip_grad_norm_ asks for the type
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._unnoticed:
+            _subclasses.__class__ = ModuleType
+            _foreach_utils._foreach_supported_types.remove(_FakeTensor)
         self._mode.__exit__(kind, error, trace)
         if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
             raise CaptureError(

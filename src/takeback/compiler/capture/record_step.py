@@ -34,7 +34,7 @@ from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.uncompiled import notes_of, uncompiled
-from takeback.compiler.program import Phase, Program
+from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
 
 
@@ -82,6 +82,17 @@ class Capture:
 Recordings = Callable[[], contextlib.AbstractContextManager[AllocatorLog]]
 
 
+@dataclass(frozen=True)
+class _How:
+    """How a step is recorded, whatever it is."""
+
+    recording: Recordings | None
+    real: bool
+    on_abort: Callable[[Callable[[], None]], None]
+    answers: Sequence[Op]
+    took_: Callable[[int], None] | None
+
+
 def capture(
     subject: Subject,
     args: tuple[Any, ...],
@@ -92,10 +103,15 @@ def capture(
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
     numbers: Sequence[NumberPlace] = (),
     kin: Kin | None = None,
+    answers: Sequence[Op] = (),
+    took_: Callable[[int], None] | None = None,
+    once: bool = False,
 ) -> Capture:
-    """Records the step. A step that fills a cache the first time it runs is recorded a second time. `on_abort` is given
+    """Records the step. A step that fills a cache the first time it runs is recorded a second time, unless `once` is
+    true: then it is refused, and what it kept is taken out again. `on_abort` is given
     what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
-    `kin`: of an earlier recording, whose assumptions all hold."""
+    `kin`: of an earlier recording, whose assumptions all hold. `answers` and `took_` are for the recorder."""
+    how = _How(recording, real, on_abort, answers, took_)
     first = _look(subject, args, kwargs) if kin is None else kin.before
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
@@ -108,15 +124,17 @@ def capture(
                 with contextlib.suppress(
                     Exception
                 ):  # what a step does not take of a traced number, it takes of a plain one
-                    return _attempt(subject, args, kwargs, first, recording, real, on_abort, numbers)
+                    return _attempt(subject, args, kwargs, first, how, numbers)
                 for generator, state in states:
                     generator.set_state(state)
-            return _attempt(subject, args, kwargs, first, recording, real, on_abort, kin=kin)
+            return _attempt(subject, args, kwargs, first, how, kin=kin)
         except _KeptState as kept:
+            if once:
+                raise
             for generator, state in states:
                 generator.set_state(state)
             again = _look(subject, args, kwargs)
-            got = _attempt(subject, args, kwargs, again, recording, real, on_abort)
+            got = _attempt(subject, args, kwargs, again, how)
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
             return _with_generators_left(got, subject, kept)
@@ -198,12 +216,11 @@ def _attempt(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     before: Assumptions,
-    recording: Recordings | None,
-    real: bool,
-    on_abort: Callable[[Callable[[], None]], None],
+    how: _How,
     numbers: Sequence[NumberPlace] = (),
     kin: Kin | None = None,
 ) -> Capture:
+    real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
     on_abort(onlooker.stop_)
     for p in subject.parameters:
@@ -226,6 +243,8 @@ def _attempt(
             own=own,
             onlooker=onlooker,
             modules={id(module): path for path, module in subject.model.named_modules()},
+            answers=how.answers,
+            took_=how.took_,
         )
         on_abort(recorder.rewind_)
         try:

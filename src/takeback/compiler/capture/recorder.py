@@ -54,9 +54,12 @@ class Recorder(TorchDispatchMode):
         own: OwnThread | None = None,
         onlooker: Onlooker | None = None,
         modules: Mapping[int, str] | None = None,
+        answers: Sequence[Op] = (),
+        took_: Callable[[int], None] | None = None,
     ) -> None:
         """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code.
-        `modules`: the paths of the model's modules, by id."""
+        `modules`: the paths of the model's modules, by id. `answers`: of a step that is not real, the ops that read a
+        value into Python when it was, in order. `took_` is told how many bytes each op has made."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
@@ -68,6 +71,8 @@ class Recorder(TorchDispatchMode):
         self._onlooker = onlooker
         # Fake ops draw no numbers.
         self._random = RandomTrail(generators, self.table.device, own) if real else None
+        self._answers = iter(answers)
+        self._took_ = took_
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     # -- ops ---------------------------------------------------------------------------------------------------
@@ -147,7 +152,9 @@ class Recorder(TorchDispatchMode):
             random.before(kwargs.get("generator"), position, site)
 
         cell = self._log.cell if self._log is not None else None
-        if cell is None:
+        if facts.reads_value and not self._real:
+            out = self._answer(func, args, kwargs)
+        elif cell is None:
             out = func(*args, **kwargs)
         else:
             cell[0] = position
@@ -162,6 +169,8 @@ class Recorder(TorchDispatchMode):
         if mutated:
             refuse_resized(func, mutated, table, site)
         outs = out if isinstance(out, tuple | list) else (out,)
+        if self._took_ is not None:
+            self._took_(sum(t.untyped_storage().nbytes() for t in outs if isinstance(t, torch.Tensor)))
         described_out = tuple([self._result(v, storages) for v in outs])
         expected = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
         # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
@@ -182,11 +191,18 @@ class Recorder(TorchDispatchMode):
             )
         return out
 
+    def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a fake tensor cannot say, the real one has: the program holds it, and a replay compares."""
+        known = next(self._answers, None)
+        return known.expected if known is not None and known.target is func else func(*args, **kwargs)
+
     def _lift(self, tensor: torch.Tensor, site: Site | None) -> torch.Tensor:
         """torch.tensor(data): the data is a constant of the program, and the tensor a copy of it, which the step may
         write (`total = torch.tensor(0.0); total += loss`)."""
         if not self.table.knows(tensor):
             source = self.table.constant(tensor)
+            if not self._real:
+                tensor = aten.lift_fresh.default(tensor)  # a fake one, which fake ops may write
             self.table.made(tensor)
             result = self.table.region(tensor)
             self.ops.append(Op(aten.clone.default, (source,), {}, (result,), (), self.phase, False, site))

@@ -380,6 +380,18 @@ def lacks_state(optimizer: torch.optim.Optimizer, updated: Sequence[torch.nn.Par
     )
 
 
+def missing_state_bytes(optimizer: torch.optim.Optimizer, updated: Sequence[torch.nn.Parameter]) -> int:
+    """What the state will take that an optimizer's first step makes, as far as it is one that `write_update` knows."""
+    kind, ours = _kind(optimizer), {id(p) for p in updated}
+    return sum(
+        p.nbytes
+        for group in optimizer.param_groups
+        for p in group["params"]
+        for name in (_states(kind, group) if id(p) in ours else ())
+        if name != "step" and optimizer.state.get(p, {}).get(name) is None
+    )
+
+
 # -- putting it together -----------------------------------------------------------------------------------------
 
 

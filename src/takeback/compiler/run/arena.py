@@ -35,6 +35,12 @@ class SharedArena:
             self.tensor = raw[skip : skip + size_bytes]
         self.generation += 1
 
+    def release_(self) -> None:
+        """Unmaps it until the next step."""
+        self.mapped = None
+        self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.generation += 1
+
     def give_back_(self) -> None:
         """Lets the system have the pages until the next step: between steps nothing in them is needed."""
         if self.mapped is not None:

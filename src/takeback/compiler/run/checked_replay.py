@@ -16,7 +16,7 @@ from takeback.compiler.layout import compute_alike
 from takeback.compiler.ownership.eager_peak import forward_peak_bytes
 from takeback.compiler.program import Op, Phase, Program, Region
 from takeback.compiler.run.plans import Plan
-from takeback.compiler.run.proof import Bits
+from takeback.compiler.run.proof import Bits, Skipped
 from takeback.compiler.run.verify import BesideEager, ForwardDiffers, ForwardFails, Run
 from takeback.errors import CaptureError, StalePlanError, VerifyError
 
@@ -38,6 +38,8 @@ class CheckedReplay:
         if they differ."""
         plan, beside = self.plan, self.beside
         plan.skipped = beside.proof.skipped(plan.eager_bytes)
+        if plan.foreseen is not None:
+            plan.skipped = Skipped(plan.eager_bytes, plan.foreseen.room_bytes or plan.executor.layout.alive_bytes)
         if plan.skipped is not None:
             return self.run(None)
         # An optimizer's own step may keep state in Python, so it is not run twice: gradients are what is compared.
@@ -69,10 +71,14 @@ class CheckedReplay:
             plan.unsampled = str(error)
             return self.run(None)
         except ForwardDiffers:
+            if plan.foreseen is not None:  # eager has no room for a whole step, but for one on the excerpt
+                cause = first_difference(plan.foreseen.program, self.record())
+                if cause is not None:
+                    raise StalePlanError(self._stale(cause)) from None
             try:
                 out = self.beside_a_step(revocable=True)
             except VerifyError as error:
-                raise StalePlanError(self._stale(error)) from error
+                raise StalePlanError(self._stale(self._cause(), str(error))) from error
             plan.unsampled = "its forward gives other bits where no gradients are wanted"
         plan.right_at = plan.replays
         return out
@@ -85,11 +91,13 @@ class CheckedReplay:
             needed, there = f"{needed_bytes / 2**20:,.1f} MiB", f"{allowed / 2**20:,.1f} MiB"
             self.plan.unsampled = f"eager's forward needs {needed}, more than the plan's {there}"
 
-    def _stale(self, error: VerifyError) -> str:
+    def _cause(self) -> str | None:
         try:
-            cause = first_difference(self.plan.original, self.record())
+            return first_difference(self.plan.original, self.record())
         except CaptureError as refusal:
-            cause = str(refusal)
+            return str(refusal)
+
+    def _stale(self, cause: str | None, error: str = "") -> str:
         since = self.plan.replays - self.plan.right_at
         return (
             f"the plan is stale: {cause or 'its ops are those of eager, and their results are not'}. It was last found "

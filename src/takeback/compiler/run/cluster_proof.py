@@ -68,6 +68,24 @@ def shaped(
     return run
 
 
+def drawn(cluster: Cluster, device: torch.device) -> list[torch.Tensor]:
+    """Operands for a cluster: numbers between 0.1 and 1.1, of which logarithms and roots exist, truth values, and
+    zeros for whole numbers, which may be indices."""
+    generator = torch.Generator(device).manual_seed(0)
+    made: list[torch.Tensor] = []
+    for region in cluster.inputs:
+        reach = 1 + sum((n - 1) * step for n, step in zip(region.shape, region.stride, strict=True))
+        span = torch.rand(reach if region.numel else 0, generator=generator, device=device)
+        if region.dtype is torch.bool:
+            span = span < 0.5
+        elif region.dtype.is_floating_point:
+            span = (span + 0.1).to(region.dtype)
+        else:
+            span = torch.zeros_like(span, dtype=region.dtype)
+        made.append(span.as_strided(region.shape, region.stride))
+    return made
+
+
 def _copy(operand: torch.Tensor) -> torch.Tensor:
     """The same in bytes of its own, in the same strides: a kernel is made for these."""
     reach = 1 + sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True))

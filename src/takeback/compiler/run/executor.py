@@ -43,6 +43,7 @@ class Executor:
         self._drawn_from = generators_of(self.program)
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
+        self.committing = False  #: the update of the last step was begun
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
     @property
@@ -158,6 +159,7 @@ class Executor:
         if self._reducer is not None:
             self._reducer.begin(hold=inspect is not None)
         self.counters = Counters()
+        self.committing = False
         batch = [t.detach() for t in leaves]
         mode = torch.is_grad_enabled()
         with Transaction() as step:
@@ -174,6 +176,7 @@ class Executor:
             instead = reduced() if reduced is not None else None
             updates = instead is None and (skips is None or not skips())
             step.commit()
+            self.committing = True
             if updates:
                 self._update_(batch, scalars)
             finish = instead or finish

@@ -15,12 +15,15 @@ import torch
 
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
-from takeback.compiler.run.cluster_proof import shaped, what_is_wrong
+from takeback.compiler.run.cluster_proof import drawn, shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight
+from takeback.compiler.run.room import is_out_of_memory
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Told = Callable[[str], None]
 Aside = Callable[[], AbstractContextManager[None]]
+
+_MOST_WITHOUT_ROOM = 50  #: comparisons
 
 NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
 
@@ -28,7 +31,18 @@ NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not bee
 class ClusterKernel:
     """What generated code calls for every cluster of one key."""
 
-    __slots__ = ("__weakref__", "_call", "_compiled", "_kernels", "changed_at", "cluster", "note", "tried")
+    __slots__ = (
+        "__weakref__",
+        "_beforehand",
+        "_call",
+        "_compiled",
+        "_kernels",
+        "_no_room",
+        "changed_at",
+        "cluster",
+        "note",
+        "tried",
+    )
 
     def __init__(self, cluster: Cluster, kernels: Kernels) -> None:
         self.cluster = cluster
@@ -36,6 +50,8 @@ class ClusterKernel:
         self.tried = False  #: to compile it
         self.changed_at = 0  #: the change of the step's kernels that brought this one
         self._kernels = kernels
+        self._beforehand: Call | None = None  #: it was right on operands that were drawn
+        self._no_room = 0  #: how often it could not be compared for want of memory
         self._call: Call = eagerly(cluster)
         self._compiled: Call | None = None
 
@@ -50,13 +66,21 @@ class ClusterKernel:
 
         def first(operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
             self._kernels.compared = True
-            fitting = compiled
+            fitting: Call | None = compiled
             with self._kernels.aside():
                 try:
                     fitting = shaped(self.cluster, compiled, operands)
                     wrong = what_is_wrong(self.cluster, fitting, operands)
                 except Exception as error:  # a kernel that does not start, a comparison that finds no room
+                    self._no_room += is_out_of_memory(error)
                     wrong = f"it failed where it was compared ({in_a_line(error)})"
+                    if is_out_of_memory(error) and self._beforehand is not None:
+                        fitting, wrong = self._beforehand, None
+                    elif is_out_of_memory(error) and self._no_room < _MOST_WITHOUT_ROOM:
+                        fitting = None  # elsewhere in the step there may be more
+            if fitting is None:
+                with self._kernels.aside():
+                    return eagerly(self.cluster)(operands)
             right: Call = straight(fitting) if wrong is None else eagerly(self.cluster)
             self._call, self.note = right, wrong
             if wrong is None:
@@ -68,6 +92,17 @@ class ClusterKernel:
         if compiled is not self._compiled:
             self._change_()
         self.tried, self._call, self.note, self._compiled = True, first, NOT_USED_YET, compiled
+
+    def compare_beforehand_(self) -> None:
+        """On operands that are drawn, while the step is not running: there may be no room to compare it on its own."""
+        compiled = self._compiled
+        if compiled is None or self.note is not NOT_USED_YET:
+            return
+        with contextlib.suppress(Exception):  # then it is for its first use to say what is wrong
+            operands = drawn(self.cluster, self._kernels.device)
+            fitting = shaped(self.cluster, compiled, operands)
+            if what_is_wrong(self.cluster, fitting, operands) is None:
+                self._beforehand = fitting
 
     def _change_(self) -> None:
         """Another kernel runs from now on: what the one before asked for is not what this one does."""
@@ -92,7 +127,7 @@ class Kernels:
     """Those of one compiled step, by the key of their cluster."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         #: Executors hold theirs: with the last plan that uses it, a kernel goes.
         self._known: weakref.WeakValueDictionary[str, ClusterKernel] = weakref.WeakValueDictionary()
         self.changes = 0  #: how often a cluster has got another kernel
@@ -116,9 +151,14 @@ class Kernels:
         for number, kernel in enumerate(waiting):
             tell(f"compiling kernel {number + 1} of {len(waiting)}")
             try:
-                kernel.use_(compile_cluster(kernel.cluster, self._device))
+                kernel.use_(compile_cluster(kernel.cluster, self.device))
             except NotCompiled as error:
                 kernel.refuse_(f"it could not be compiled ({error})")
+
+    def compare_beforehand_(self, program: Program) -> None:
+        """Those that have not been used, where that may not be possible later."""
+        for kernel in self.in_program(program):
+            kernel.compare_beforehand_()
 
     def in_program(self, program: Program) -> list[ClusterKernel]:
         """The distinct kernels of a program, in order."""

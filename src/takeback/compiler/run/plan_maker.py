@@ -57,6 +57,8 @@ _WORSE = 0.05  #: by this part a choice may save less for other shapes before a 
 _ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
 
+STATELESS = "it has no state yet, and makes it in its first step; the next plan has the update"
+
 _EARLIER = (
     "choices from the cache: what is rebuilt and where everything lies was decided by an earlier process for the same "
     "step, and checked again"
@@ -109,7 +111,7 @@ class PlanMaker:
         )
 
     def recorded(
-        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace], kin: Sequence[Plan]
+        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace] = (), kin: Sequence[Plan] = ()
     ) -> RecordedStep:
         """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
         return RecordedStep(
@@ -147,16 +149,25 @@ class PlanMaker:
         leaves: Sequence[torch.Tensor],
         sibling: Plan | None,
         micro: Microbatch | None = None,
+        *,
+        fitted: Callable[[Finished, Planned], Planned] = lambda finished, planned: planned,
+        stateless: bool = False,
     ) -> Plan:
         """Of a recording; `micro`: of a call that adds its gradients to those that wait. The choices of a `sibling` are
-        taken over, if they are as good here."""
+        taken over, if they are as good here. `fitted` may put another layout in place of the one that `memory=` asks
+        for. `stateless`: the optimizers' own step() makes their state first."""
         family = sibling.family if sibling is not None else Family()
         self.work.begin(Doing.RECORDING)  # of the update
-        finished = self._finished(subject, got, leaves, micro, family.pattern)
+        finished = (
+            self.finished(subject, got, (STATELESS,) * len(self.optimizers.members))
+            if stateless
+            else self._finished(subject, got, leaves, micro, family.pattern)
+        )
         if family.pattern is not None:
             finished = replace(finished, program=knowing(finished.program, family.pattern.executor.program))
         sharing = self.group.sharing if self.group is not None and micro is None else None
         planned, searched = self._laid_out_like(finished, family.pattern, sharing)
+        planned = fitted(finished, planned)
         numbers = numbers_of(planned.layout.draft.program)
         self.work.begin(Doing.WRITING)
         executor = self.executor(planned.layout, family.codes)
@@ -272,15 +283,20 @@ class PlanMaker:
             return finish_microbatch(
                 got.program, _names(subject), strides=micro.strides, copied=micro.copied, given=len(leaves)
             )
-        options = self.options
+        return self.finished(subject, got, self._why_own_steps(pattern), one_by_one=self.options.update == "early")
+
+    def finished(
+        self, subject: Subject, got: Capture, own_steps: Sequence[str | None], *, one_by_one: bool = False
+    ) -> Finished:
+        """A recording with its update. `own_steps`: for each optimizer why its own step() is called, if it is."""
         return finish_program(
             got.program,
             self.optimizers,
             subject.parameters,
             subject.names,
-            own_steps=self._why_own_steps(pattern),
-            one_by_one=options.update == "early",
-            keep_grads=options.keep_grads,
+            own_steps=own_steps,
+            one_by_one=one_by_one,
+            keep_grads=self.options.keep_grads,
             scaling=self.scaling,
         )
 

@@ -15,6 +15,7 @@ import torch
 
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.excerpt import Excerpt
 from takeback.compiler.capture.finish import Finished
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.optimizers import Optimizers
@@ -41,6 +42,16 @@ class Family:
     codes: dict[str, CodeType] = field(default_factory=dict)  #: compiled, by source
     pattern: Plan | None = None  #: whose choices the others have: of the largest batch for which some were searched
     proved: bool = False  #: one of them was compared with eager
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Of a plan for a batch that was not run in eager, which has no room for it: the excerpt that was, and its
+    program."""
+
+    excerpt: Excerpt
+    program: Program
+    room_bytes: int | None  #: what was left when eager ran out of memory
 
 
 @dataclass
@@ -76,6 +87,7 @@ class Plan:
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
     made_for: str = ""  #: the batch it was recorded with, in words
     spent: Spent = field(default_factory=Spent)  #: on making it
+    foreseen: Foreseen | None = None  #: how it was made, if the whole batch was not recorded
 
     @property
     def is_proved(self) -> bool:

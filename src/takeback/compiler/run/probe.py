@@ -32,18 +32,31 @@ from takeback.compiler.run.recording import Requests
 from takeback.errors import CaptureError
 
 
-def probe_scratch(program: Program, native: Native, progress: Callable[[int, int], None] | None = None) -> Program:
-    """The program with every op's scratch. `progress(done, total)` is called as distinct ops are tried."""
+def probe_scratch(
+    program: Program,
+    native: Native,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    lenient: bool = False,
+) -> Program:
+    """The program with every op's scratch. `progress(done, total)` is called as distinct ops are tried. `lenient`: an
+    op that cannot be tried, for want of memory too, keeps the scratch it has."""
     wanted = [i for i, op in enumerate(program.ops) if _may_take_scratch(op)]
     keys = {i: _signature(program.ops[i], program) for i in wanted}
     first = {key: i for i, key in reversed(keys.items())}
     known: dict[Hashable, tuple[Scratch, ...]] = {}
+    failed: set[Hashable] = set()
     for done, (key, i) in enumerate(first.items()):
-        known[key] = _try(program.ops[i], program, native)
+        try:
+            known[key] = _try(program.ops[i], program, native)
+        except (CaptureError, RuntimeError, MemoryError):
+            if not lenient:
+                raise
+            failed.add(key)
         if progress is not None:
             progress(done + 1, len(first))
     ops = list(program.ops)
-    for i in wanted:
+    for i in (i for i in wanted if keys[i] not in failed):
         model = program.ops[first[keys[i]]]
         rename = dict(zip((r.buffer for r in model.outputs), (r.buffer for r in ops[i].outputs), strict=True))
         found = known[keys[i]]

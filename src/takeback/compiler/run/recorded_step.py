@@ -20,6 +20,7 @@ from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
+from takeback.compiler.run.room import Vigil
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
@@ -50,11 +51,20 @@ class RecordedStep:
     proofs: ProvedRecordings = field(default_factory=lambda: ProvedRecordings(None))
     numbers: Sequence[NumberPlace] = ()  #: to be traced
     kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
+    once: bool = False  #: a step that keeps something the first time it runs is refused
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
 
-    def run(self, batch: Batch, then: Callable[[Capture, Plan | None], None], *, keep_grads: bool) -> Results:
-        """What eager gave. `then` is called after the commit, with the recording and the plan of which it is a sibling:
-        if it raises, the step is taken back where it is revocable, and stays where it is not."""
+    def run(
+        self,
+        batch: Batch,
+        then: Callable[[Capture, Plan | None], None],
+        *,
+        keep_grads: bool,
+        begins: Callable[[], None] = lambda: None,
+    ) -> Results:
+        """What eager gave. `begins` is called before the update, `then` after the commit, with the recording and the
+        plan of which it is a sibling: if it raises, the step is taken back where it is revocable, and stays where it is
+        not."""
         recipe, scaling, group = self.recipe, self.scaling, self.group
         with Transaction() as step:
             if self.revocable:
@@ -74,6 +84,7 @@ class RecordedStep:
                 group.average_grads_(in_one_piece=self.in_one_piece)
                 norm = clip_(self.subject.parameters, recipe.clip_norm)
             step.commit()
+            begins()
             if scaling is None:
                 recipe.optimizers.step_()
             else:
@@ -94,7 +105,17 @@ class RecordedStep:
         """The recording itself."""
         kin = self.kin[0].kin if self.kin else None
         self.work.begin(Doing.RECORDING)
-        got = capture(self.subject, *batch, recording=self.recording, on_abort=on_abort, numbers=self.numbers, kin=kin)
+        vigil = Vigil() if all(p.device.type == "cpu" for p in self.subject.parameters) else None
+        got = capture(
+            self.subject,
+            *batch,
+            recording=self.recording,
+            on_abort=on_abort,
+            numbers=self.numbers,
+            kin=kin,
+            took_=vigil.took_ if vigil is not None else None,
+            once=self.once,
+        )
         on_abort(got.rewind_)
         self.work.begin(None)
         return got

@@ -11,16 +11,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from takeback.compiler.capture.batch import tensors_of
 from takeback.compiler.layout import compute_alike
+from takeback.compiler.program import Program
 from takeback.compiler.run.checked_replay import CheckedReplay
 from takeback.compiler.run.collector import collector_paused
 from takeback.compiler.run.eager import Batch
+from takeback.compiler.run.fitting import short_of
 from takeback.compiler.run.microbatch import MicrobatchBesideEager, replay_microbatch
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plan_maker import PlanMaker
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Proof
 from takeback.compiler.run.replayed_step import ReplayedStep, Results
+from takeback.compiler.run.room import is_out_of_memory
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import StalePlanError
 from takeback.progress import Doing
@@ -36,7 +40,18 @@ class Replayer:
         self._maker, self._plans, self._proof = maker, plans, proof
 
     def use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Results:
-        """A replay, compared with eager where that is due. `micro`: it adds its gradients to those that wait."""
+        """A replay, compared with eager where that is due. `micro`: it adds its gradients to those that wait. Raises
+        `NoRoomError` where it is refused memory."""
+        try:
+            return self._use(plan, batch, leaves, micro)
+        except (RuntimeError, MemoryError) as error:
+            if micro is not None or not is_out_of_memory(error):
+                raise
+            refused = str(error).strip().partition("\n")[0]
+        # Out of that block: the error's traceback holds what the step had in memory.
+        raise short_of(self._maker, plan.finished, plan.planned, refused, begun=plan.executor.committing)
+
+    def _use(self, plan: Plan, batch: Batch, leaves: Sequence[torch.Tensor], micro: Microbatch | None) -> Results:
         self.count += 1
         plan.replays += 1
         plan.family.replays += 1
@@ -105,6 +120,14 @@ class Replayer:
             names=plan.names,
             aside=plan.aside,
         )
+
+        def recorded() -> Program:
+            """On the excerpt, where the whole batch does not fit."""
+            if plan.foreseen is None:
+                return maker.program_now(batch, leaves, micro)
+            part: Batch = plan.foreseen.excerpt.of(batch)
+            return maker.program_now(part, tensors_of(part), micro)
+
         return CheckedReplay(
             plan,
             beside,
@@ -112,7 +135,7 @@ class Replayer:
             updates_early=maker.options.update == "early",
             in_group=maker.group is not None,
             give_back_=maker.arena.give_back_,
-            record=functools.partial(maker.program_now, batch, leaves, micro),
+            record=recorded,
         )
 
     def replay(

@@ -58,6 +58,10 @@ class _Reached(Exception):
     """A replay has computed everything before its update."""
 
 
+class _Compared(Exception):
+    """Takes back a replay that has shown what it was to show."""
+
+
 class ForwardFails(Exception):
     """There is no eager forward without gradients to compare with; says why."""
 
@@ -92,6 +96,17 @@ class BesideEager:
             tried.compute()
             with contextlib.suppress(_Reached):
                 run(_stop)
+
+    def taken_back(self) -> None:
+        """Compares as `of_gradients` does, by a replay that is taken back whatever it gave."""
+        expected = self._eager_gradients()
+
+        def compare() -> None:
+            self._compare(expected)
+            raise _Compared
+
+        with contextlib.suppress(_Compared):
+            self.executor.run(self.leaves, (), inspect=compare)
 
     def _eager_gradients(self) -> dict[str, Kept]:
         """Of eager's forward and backward for this step, which are then taken back: also what only eager writes, where
