@@ -17,7 +17,7 @@ from dataclasses import replace
 from takeback.compiler.cluster import clustered, expanded
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.passes.waiting import NEAR, Room, depends
+from takeback.compiler.passes.waiting import NEAR, Headroom, depends
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Program, Region
 
 MOST_OPS = 96  #: of one cluster, as in fuse.py
@@ -26,7 +26,7 @@ MOST_OPS = 96  #: of one cluster, as in fuse.py
 def gather(draft: Draft) -> Draft:
     """The draft with such clusters as one, where the first of them ran."""
     program = draft.program
-    room = Room(draft)
+    room = Headroom(draft)
     buffers = dict(program.buffers)
     named = frozenset(r.buffer for _, r in program.named_regions()) | draft.kept
     ops = list(program.ops)

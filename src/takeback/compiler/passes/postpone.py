@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives, rebuild_reads
-from takeback.compiler.passes.waiting import NEAR, SMALL, Room, may_wait, order
+from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, may_wait, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase
 
 
@@ -32,7 +32,7 @@ def postpone(draft: Draft) -> Draft:
             least = max((program.buffers[r.buffer].size_bytes for r in given), default=0) // SMALL
             read = [r.buffer for r in rebuild_reads(op, device) if program.buffers[r.buffer].size_bytes > least]
             sources |= {r.buffer: frozenset(read) for r in given}
-    room = Room(draft)
+    room = Headroom(draft)
     ops, waited = list(program.ops), set[int]()
     position = 0
     while position < len(ops):

@@ -19,7 +19,7 @@ from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
 from takeback.compiler.passes.partial import making
-from takeback.compiler.passes.waiting import NEAR, SMALL, Room, order
+from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
 
 _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
@@ -35,7 +35,7 @@ class _Shadows:
 
     def __init__(self, draft: Draft) -> None:
         self._program = draft.program
-        self._room = Room(draft)
+        self._room = Headroom(draft)
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}

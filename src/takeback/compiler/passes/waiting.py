@@ -87,7 +87,7 @@ def _split(op: Op, alike: Iterable[Region]) -> tuple[list[Op], list[Op]]:
     return [part(found[0], (True, False, False))], [part(given, (False, bool(mask[1]), bool(mask[2])))]
 
 
-class Room:
+class Headroom:
     """How many bytes there are below the planned peak at every op of a draft."""
 
     def __init__(self, draft: Draft) -> None:
