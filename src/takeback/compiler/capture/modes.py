@@ -20,6 +20,7 @@ def ambient() -> Hashable:
         autocast and (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()),
         torch.get_default_dtype(),
         torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory,
         torch.are_deterministic_algorithms_enabled(),
         _precision(),
         torch.backends.mkldnn.enabled,

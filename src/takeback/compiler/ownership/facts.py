@@ -77,6 +77,7 @@ class Refused(enum.StrEnum):
     PART = "the operand is only a part of its buffer"
     OVERLAP = "another operand looks at the same bytes in another order"
     OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
+    FILLED = "torch fills what the kernel allocates (use_deterministic_algorithms), and would ruin the operand"
 
 
 @once_for_each

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from takeback.compiler.ownership.facts import Refused, geometry_refusal, overwritable_operands
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import lifetimes
@@ -36,8 +38,11 @@ def overwrite(draft: Draft) -> Draft:
             return Refused.RETURNED
         if alive[operand.buffer].end > position + 1:
             return Refused.READ_LATER
-        allocates = draft.home is Home.ALLOCATOR and kind_of(op, overwrites=True) is Kind.ALLOCATE
-        return Refused.OWN_RESULT if allocates else None
+        if kind_of(op, overwrites=True) is not Kind.ALLOCATE:
+            return None
+        if draft.home is Home.ALLOCATOR:
+            return Refused.OWN_RESULT
+        return Refused.FILLED if _new_memory_is_filled() else None
 
     for position, op in enumerate(program.ops):
         operands = overwritable_operands(op)
@@ -59,3 +64,8 @@ def overwrite(draft: Draft) -> Draft:
             for reason in reasons:
                 refusals.append(Refusal("overwrite", op.name, result.buffer, size, reason, op.site))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
+
+
+def _new_memory_is_filled() -> bool:
+    """A step that is called with another setting is recorded anew."""
+    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
