@@ -68,4 +68,4 @@ def overwrite(draft: Draft) -> Draft:
 
 def _new_memory_is_filled() -> bool:
     """A step that is called with another setting is recorded anew."""
-    return torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory
+    return torch.are_deterministic_algorithms_enabled() and bool(torch.utils.deterministic.fill_uninitialized_memory)
