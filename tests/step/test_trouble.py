@@ -117,7 +117,8 @@ def test_no_room_for_the_arena_takes_the_step_back_and_the_next_one_is_right(
         assert_same(twins.state(), state, "after the failure")
         failed += 1
         twins.take(rows(i, sizes[stage]))
-    assert failed == (stage != "smaller plan after that")
+    # A first plan may be made anew, in less memory, where it can be: then nothing fails.
+    assert failed in {"first plan": (0, 1), "larger plan": (1,), "smaller plan after that": (0,)}[stage]
     for i in range(3):
         twins.take(rows(i, sizes[stage]))
         twins.take(rows(i, 8))

@@ -170,7 +170,8 @@ class Recorder(TorchDispatchMode):
             refuse_resized(func, mutated, table, site)
         outs = out if isinstance(out, tuple | list) else (out,)
         if self._took_ is not None:
-            self._took_(sum(t.untyped_storage().nbytes() for t in outs if isinstance(t, torch.Tensor)))
+            tensors = (t for t in outs if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+            self._took_(sum(t.untyped_storage().nbytes() for t in tensors))
         described_out = tuple([self._result(v, storages) for v in outs])
         expected = outs[0] if facts.reads_value and not isinstance(outs[0], torch.Tensor) else None
         # A result that is a look into an operand, written by nobody, moves no bytes: it is a region, not an op.
