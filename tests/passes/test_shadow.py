@@ -210,3 +210,27 @@ def test_pool_that_is_rebuilt_stays_a_generated_kernel() -> None:
     again = partial(op)
     assert again is not None
     assert isinstance(again.target, Cluster)
+
+
+class Drifting(nn.Module):
+    """What it adds to an activation, its forward then writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+        self.last = nn.Linear(32, 8)
+        self.register_buffer("shift", torch.full((32,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        z = torch.tanh(h) + self.shift
+        with torch.no_grad():
+            self.shift.mul_(0.9)
+        return self.last(torch.sigmoid(h) + F.silu(self.third(self.second(z))))
+
+
+def test_what_was_made_of_a_buffer_that_the_forward_wrote_since_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Drifting(), Drifting(), Drifting())
+    before = until(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 8)), shadow)
+    checked(before, shadow(before))
