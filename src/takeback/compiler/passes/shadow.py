@@ -20,7 +20,7 @@ from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
 from takeback.compiler.passes.partial import making
-from takeback.compiler.passes.waiting import NEAR, SMALL, Room, order
+from takeback.compiler.passes.waiting import NEAR, SMALL, Room, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
 
 _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
@@ -28,15 +28,15 @@ _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
 
 def shadow(draft: Draft) -> Draft:
     """The draft with what clusters can make on their way made by them."""
-    return _Shadows(draft).draft
+    return no_higher(draft, lambda before, room: _Shadows(before, room).draft)
 
 
 class _Shadows:
     """One walk over the clusters of the backward."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, room: Room) -> None:
         self._program = draft.program
-        self._room = Room(draft)
+        self._room = room
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
