@@ -25,7 +25,9 @@ from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives
 from takeback.compiler.passes.recompute import Chooser, Within, planned_peak
 from takeback.compiler.passes.shadow import shadow
+from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.program import Cluster, Op, Phase, Program, Region
+from takeback.options import Options
 
 aten = torch.ops.aten
 WHOLE_HEAD = [stage for stage in PIPELINE if stage.name != "chunk_head"]
@@ -210,3 +212,65 @@ def test_pool_that_is_rebuilt_stays_a_generated_kernel() -> None:
     again = partial(op)
     assert again is not None
     assert isinstance(again.target, Cluster)
+
+
+class Drifting(nn.Module):
+    """What it adds to an activation, its forward then writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+        self.last = nn.Linear(32, 8)
+        self.register_buffer("shift", torch.full((32,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        z = torch.tanh(h) + self.shift
+        with torch.no_grad():
+            self.shift.mul_(0.9)
+        return self.last(torch.sigmoid(h) + F.silu(self.third(self.second(z))))
+
+
+def test_what_was_made_of_a_buffer_that_the_forward_wrote_since_is_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Drifting(), Drifting(), Drifting())
+    before = until(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 8)), shadow)
+    checked(before, shadow(before))
+
+
+class GatedNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.gate = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.relu(self.norm(self.conv(x)))
+        return F.silu(self.gate(x)) * z
+
+
+def test_what_is_joined_lifts_no_peak() -> None:
+    """Two ops as one need what both need at the same time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(GatedNorm(), GatedNorm())
+    program = recorded(model, lambda m, x: m(x).square().mean(), torch.randn(4, 8, 6, 6))
+    grown: dict[str, int] = {}
+
+    def watch(name: str, before: Draft, after: Draft | str) -> None:
+        if name in ("gather", "shadow", "postpone", "join") and isinstance(after, Draft):
+            grown[name] = planned_peak(after) - planned_peak(before)
+
+    run_passes(program, settings=fast(), stages=WHOLE_HEAD, watch=watch)
+    assert len(grown) == 4
+    assert max(grown.values()) <= 0, grown
+
+
+def test_lowest_peak_is_not_above_that_of_auto() -> None:
+    """What comes out of clusters on their way is not kept, which may be lower than what nothing waits for."""
+    program = residual()
+    peaks = {}
+    for memory in ("auto", "min"):
+        options = Options(mode="fast", memory=memory)
+        settings = settings_for(program, options, seconds)
+        peaks[memory] = plan_within(program, frozenset(), options, settings).layout.alive_bytes
+    assert peaks["min"] <= peaks["auto"], peaks

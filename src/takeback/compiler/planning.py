@@ -21,6 +21,7 @@ from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Choice, Draft, Home
 from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
+from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.plan import PlacingOrder, Solution
@@ -161,8 +162,13 @@ def plan_within(
             return planned
     if options.has_target:
         return _below(program, kept, options, settings, watch, sibling)
-    draft = run_passes(program, kept, _again(program, settings, sibling), watch=watch)
-    return _account(program, lay_out(draft, like=_placing(sibling)), settings)
+    told = [_again(program, settings, sibling)]
+    if sibling is None and settings.fast and isinstance(settings.goal, Lowest):
+        told.insert(
+            0, replace(settings, waits=True)
+        )  # what comes out of clusters on their way is not kept: mostly less
+    layouts = [lay_out(run_passes(program, kept, each, watch=watch), like=_placing(sibling)) for each in told]
+    return _account(program, min(reversed(layouts), key=lambda layout: transient_bytes(layout, 0)), settings)
 
 
 def _as_earlier(
@@ -172,7 +178,10 @@ def _as_earlier(
     searches = options.has_target or not isinstance(settings.goal, Keep)
     if searches != (earlier.peak_bytes is not None):
         return None
-    draft = run_passes(program, kept, replace(settings, goal=earlier.goal(Keep())))
+    told = replace(settings, goal=earlier.goal(Keep()))
+    draft = run_passes(program, kept, told)
+    if draft.planned_peak_bytes != earlier.peak_bytes and settings.fast and searches:  # the other way was lower
+        draft = run_passes(program, kept, replace(told, waits=not told.waits))
     if draft.planned_peak_bytes != earlier.peak_bytes:
         return None  # it was no choice for this program
     layout = lay_out(earlier.foreseen(draft), known=earlier.solution)
@@ -203,7 +212,8 @@ def _again(program: Program, settings: PassSettings, sibling: Layout | None) -> 
         return settings
     chosen = sibling.draft.chosen
     otherwise = Keep() if sums_up(program) <= sums_up(sibling.program) else settings.goal
-    return replace(settings, goal=settings.goal if chosen is None else Again(chosen, otherwise), known=True)
+    goal = settings.goal if chosen is None else Again(chosen, otherwise)
+    return replace(settings, goal=goal, known=True, waits=postpone.__name__ in sibling.draft.passes)
 
 
 def sums_up(program: Program) -> int:
@@ -241,7 +251,7 @@ def _below(
         lowest = reached if lowest is None else min(lowest, reached)
         if draft.planned_peak_bytes is None or draft.planned_peak_bytes > room:  # the lowest there is was above it
             if settings.waits and settings.fast:
-                settings = replace(settings, waits=False)
+                settings, room = replace(settings, waits=False), wanted - outside
                 continue
             raise MemoryTargetError(wanted, lowest, _impossible(options, wanted, lowest, outside, draft.notes))
         room = draft.planned_peak_bytes - 1

@@ -17,7 +17,7 @@ from dataclasses import replace
 from takeback.compiler.cluster import clustered, expanded
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.passes.waiting import NEAR, Headroom, depends
+from takeback.compiler.passes.waiting import NEAR, Headroom, depends, no_higher
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Program, Region
 
 MOST_OPS = 96  #: of one cluster, as in fuse.py
@@ -25,8 +25,11 @@ MOST_OPS = 96  #: of one cluster, as in fuse.py
 
 def gather(draft: Draft) -> Draft:
     """The draft with such clusters as one, where the first of them ran."""
+    return no_higher(draft, _gathered)
+
+
+def _gathered(draft: Draft, room: Headroom) -> Draft:
     program = draft.program
-    room = Headroom(draft)
     buffers = dict(program.buffers)
     named = frozenset(r.buffer for _, r in program.named_regions()) | draft.kept
     ops = list(program.ops)
@@ -34,7 +37,7 @@ def gather(draft: Draft) -> Draft:
     while position < len(ops):
         found = next((at for at in range(max(0, position - NEAR), position) if _fits(ops, at, position, program)), None)
         made = sum(program.buffers[r.buffer].size_bytes for r in ops[position].outputs)
-        if found is None or not room.for_(ops[found:position], made):
+        if found is None or not room.for_([ops[position], *ops[found:position]], made):
             position += 1
             continue
         outside = {r.buffer for i, op in enumerate(ops) if i not in (found, position) for r in op.inputs}

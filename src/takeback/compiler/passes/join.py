@@ -9,14 +9,13 @@ A cluster that is rebuilt for itself would read its operands once more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from takeback.compiler.ownership.curve import alive_bytes
-from takeback.compiler.passes.draft import Draft, owner_of
+from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fusible import why_not
 from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
-from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.waiting import planned_curve
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Phase, Program
 
 
@@ -24,7 +23,19 @@ def join(draft: Draft) -> Draft:
     """The draft with what is rebuilt just before or after a cluster made inside of it."""
     if not draft.rebuilt:
         return draft
-    return replace(draft, program=_Joining(draft).program)
+    curve, apart = planned_curve(draft), set[int]()
+    while True:
+        joining = _Joining(draft, curve, apart)
+        after = replace(draft, program=joining.program)
+        if not joining.joined or not (high := _above(after, max(curve))):
+            return after
+        # Two ops as one need what both need at the same time.
+        apart |= {position for position, op in joining.joined.items() if id(op) in high} or joining.joined.keys()
+
+
+def _above(draft: Draft, peak: int) -> set[int]:
+    """The ops, by identity, at which more bytes are alive."""
+    return {id(op) for op, level in zip(draft.program.ops, planned_curve(draft), strict=True) if level > peak}
 
 
 def may_join(op: Op, cluster: Op, program: Program) -> bool:
@@ -42,14 +53,11 @@ def may_join(op: Op, cluster: Op, program: Program) -> bool:
 
 
 class _Joining:
-    """One walk over the ops."""
+    """One walk over the ops. Clusters at the positions `apart` stay as they are."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, curve: Sequence[int], apart: Collection[int]) -> None:
         program = self._program = draft.program
-        placed = overwrite(draft)
-        owners = {b: owner_of(placed, b) for b in placed.placements}
-        self._curve = alive_bytes(program, owners, draft.kept)
-        self._peak = max(self._curve, default=0)
+        self._curve, self._peak = curve, max(curve, default=0)
         self._rebuilt = draft.rebuilt
         self._readers: dict[BufferId, set[int]] = {}
         for position, op in enumerate(program.ops):
@@ -58,13 +66,13 @@ class _Joining:
         self._named = {r.buffer for _, r in program.named_regions()} | draft.kept
         self._buffers: dict[BufferId, Buffer] = dict(program.buffers)
         taken: set[int] = set()
-        joined: dict[int, Op] = {}
+        self.joined: dict[int, Op] = {}
         for position, op in enumerate(program.ops):
-            parts = self._parts(position, op, taken)
+            parts = [position] if position in apart else self._parts(position, op, taken)
             if len(parts) > 1:
                 taken |= set(parts)
-                joined[position] = self._one(parts)
-        ops = [joined.get(i, op) for i, op in enumerate(program.ops) if i in joined or i not in taken]
+                self.joined[position] = self._one(parts)
+        ops = [self.joined.get(i, op) for i, op in enumerate(program.ops) if i in self.joined or i not in taken]
         self.program = replace(program, ops=tuple(ops), buffers=self._buffers)
 
     def _parts(self, position: int, op: Op, taken: set[int]) -> list[int]:

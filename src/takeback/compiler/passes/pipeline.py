@@ -96,7 +96,7 @@ def _idle_fuse(settings: PassSettings) -> str | None:
 
 
 def _idle_postpone(settings: PassSettings) -> str | None:
-    waits = None if settings.waits else "memory='min': what waits would keep its operands for longer"
+    waits = None if settings.waits else "the lowest peak is without: what waits keeps its operands for longer"
     return _idle_fuse(settings) or _idle_recompute(settings) or waits
 
 

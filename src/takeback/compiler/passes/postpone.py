@@ -18,12 +18,16 @@ from dataclasses import replace
 
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives, rebuild_reads
-from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, may_wait, order
+from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, may_wait, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase
 
 
 def postpone(draft: Draft) -> Draft:
     """The draft with every such op after the cluster that it may wait for."""
+    return no_higher(draft, _postponed)
+
+
+def _postponed(draft: Draft, room: Headroom) -> Draft:
     program, device = draft.program, draft.program.device_type
     sources: dict[BufferId, frozenset[BufferId]] = {}  # of a value: what is large of what it is rebuilt from
     for op in program.ops:
@@ -32,7 +36,6 @@ def postpone(draft: Draft) -> Draft:
             least = max((program.buffers[r.buffer].size_bytes for r in given), default=0) // SMALL
             read = [r.buffer for r in rebuild_reads(op, device) if program.buffers[r.buffer].size_bytes > least]
             sources |= {r.buffer: frozenset(read) for r in given}
-    room = Headroom(draft)
     ops, waited = list(program.ops), set[int]()
     position = 0
     while position < len(ops):

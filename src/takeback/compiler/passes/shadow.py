@@ -12,14 +12,15 @@ results, and nothing is read for it. If the cluster reads z itself, it does so n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
 from takeback.compiler.passes.partial import making
-from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, order
+from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
 
 _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
@@ -27,15 +28,15 @@ _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
 
 def shadow(draft: Draft) -> Draft:
     """The draft with what clusters can make on their way made by them."""
-    return _Shadows(draft).draft
+    return no_higher(draft, lambda before, room: _Shadows(before, room).draft)
 
 
 class _Shadows:
     """One walk over the clusters of the backward."""
 
-    def __init__(self, draft: Draft) -> None:
+    def __init__(self, draft: Draft, room: Headroom) -> None:
         self._program = draft.program
-        self._room = Headroom(draft)
+        self._room = room
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
@@ -103,7 +104,7 @@ class _Shadows:
                 return None
             new[i : at + 1] = [*found.ahead, *found.behind]
             at = i + len(found.ahead) - 1
-        if any(_reads(op, z) for op in new[self._turn : at]):
+        if any(_reads(op, z) for op in new[self._turn : at]) or self._changed(again, z, new[:at]):
             return None
         copy = BufferId(max(self._buffers) + 1)
         self._buffers[copy] = replace(self._buffers[z], id=copy, name="")
@@ -115,6 +116,14 @@ class _Shadows:
         new[at] = one_of((made, new[at]), self._buffers, outside | self._fixed)
         self._ops = new
         return at, copy
+
+    def _changed(self, again: Op, z: BufferId, before: Sequence[Op]) -> bool:
+        """Whether something that z was made of has been written since, such as a buffer of the model in the forward or
+        a parameter that is updated early."""
+        maker, read = self._maker[z], {r.buffer for r in again.inputs}
+        since = itertools.dropwhile(lambda op: op is not maker, before)
+        written = (b for op in since for b in (*op.mutates, *(r.buffer for r in op.outputs if op is not maker)))
+        return any(b in read for b in written)
 
 
 def _reads(op: Op, buffer: BufferId) -> bool:

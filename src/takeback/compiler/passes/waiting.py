@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 NEAR = 12  #: ops; what comes later is not waited for
 SMALL = 16  #: a value that is so many times smaller than another is read at no price
+_TRIES = 4  #: with less room each time
 _MASK = 10  #: the place of `output_mask` among the operands of a convolution's backward
 
 
@@ -88,13 +89,12 @@ def _split(op: Op, alike: Iterable[Region]) -> tuple[list[Op], list[Op]]:
 
 
 class Headroom:
-    """How many bytes there are below the planned peak at every op of a draft."""
+    """How many bytes there are below the planned peak at every op of a draft; `spare` of them are not to be used."""
 
-    def __init__(self, draft: Draft) -> None:
-        placed = overwrite(draft)
-        owners = {b: owner_of(placed, b) for b in placed.placements}
-        curve = alive_bytes(draft.program, owners, draft.kept)
-        self._peak = max(curve, default=0)
+    def __init__(self, draft: Draft, spare: int = 0) -> None:
+        curve = planned_curve(draft)
+        self.peak = max(curve, default=0)
+        self._most = self.peak - spare
         self._curve = {id(op): level for op, level in zip(draft.program.ops, curve, strict=True)}
         self._end = {b: life.end for b, life in lifetimes(draft.program, draft.kept).items()}
         self._at = {id(op): position for position, op in enumerate(draft.program.ops)}
@@ -106,4 +106,25 @@ class Headroom:
         read = dict.fromkeys(r.buffer for r in run[0].inputs)
         mine = [b for b in read if not self._sizes[b].role.borrowed and self._end.get(b, 0) <= last]
         longer = more_bytes + sum(self._sizes[b].size_bytes for b in mine)
-        return all(self._curve[id(op)] + longer <= self._peak for op in run[1:] if id(op) in self._curve)
+        return all(self._curve[id(op)] + longer <= self._most for op in run[1:] if id(op) in self._curve)
+
+
+def planned_curve(draft: Draft) -> list[int]:
+    """Bytes alive at each op of a draft, once what may be overwritten is."""
+    placed = overwrite(draft)
+    owners = {b: owner_of(placed, b) for b in placed.placements}
+    return alive_bytes(draft.program, owners, draft.kept)
+
+
+def no_higher(draft: Draft, change: Callable[[Draft, Headroom], Draft]) -> Draft:
+    """What `change` makes of a draft, with no higher peak. It is told what room there is, by a draft that it changes in
+    several places: where these come to more together, less of the room is offered, and in the end nothing changes."""
+    spare = 0
+    for _ in range(_TRIES):
+        room = Headroom(draft, spare)
+        after = change(draft, room)
+        grown = max(planned_curve(after), default=0) - room.peak
+        if grown <= 0:
+            return after
+        spare += grown
+    return draft
