@@ -1318,6 +1318,26 @@ def test_checkpoint_under_autocast_gives_eagers_bits() -> None:
     train_both(Case(lambda: Checkpointed(False), square, noise(4, 5, 16), around=autocast), steps=5)
 
 
+class Gate(nn.Module):
+    """A comparison inside of a checkpoint: whether it reads bytes is found by a trial, of which the checkpoint's hooks
+    must not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def gate(x: Tensor) -> Tensor:
+            z: Tensor = self.layer(x)
+            return z * (z > 0)
+
+        return checkpoint(gate, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_comparison_in_a_checkpoint_gives_eagers_bits() -> None:
+    train_both(Case(Gate, square, noise(4, 16)), steps=3)
+
+
 def gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
     """As in WGAN-GP: the loss holds a gradient with respect to the input."""
     x = x.detach().requires_grad_()

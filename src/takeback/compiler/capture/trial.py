@@ -8,6 +8,7 @@ good, and autograd's history of no tensor changes.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,7 @@ class _Tried:
 
 
 def _try(call: Call, kind: type[_WithoutBytes], hidden: Sequence[torch.Tensor]) -> _Tried:
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), _no_hooks():
         trial = kind({t.untyped_storage()._cdata for t in tensors_in((call.args, call.kwargs))})
         unreadable = {id(t) for t in hidden}
         made: dict[int, torch.Tensor] = {}
@@ -130,6 +131,16 @@ def _try(call: Call, kind: type[_WithoutBytes], hidden: Sequence[torch.Tensor]) 
             except Exception:
                 return _Tried(forward)
     return _Tried(forward, has_backward=True)
+
+
+@contextlib.contextmanager
+def _no_hooks() -> Iterator[None]:
+    """What a trial saves is none of the user's: the hooks of a checkpoint would run it again."""
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # checked on 2.13; there since 2.8
+    try:
+        yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
