@@ -136,7 +136,7 @@ def _try(call: Call, kind: type[_WithoutBytes], hidden: Sequence[torch.Tensor]) 
 @contextlib.contextmanager
 def _no_hooks() -> Iterator[None]:
     """What a trial saves is none of the user's: the hooks of a checkpoint would run it again."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # checked on 2.13; there since 2.8
+    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # checked on 2.13
     try:
         yield
     finally:
