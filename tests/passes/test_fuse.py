@@ -18,7 +18,7 @@ from takeback.compiler.form import check_form
 from takeback.compiler.layout import lay_out
 from takeback.compiler.ownership.meaning import MeaningError, check_meaning
 from takeback.compiler.passes import PIPELINE, Draft, PassSettings, run_passes
-from takeback.compiler.passes.fuse import _MOST_OPS, fuse
+from takeback.compiler.passes.fuse import MOST_OPS, fuse
 from takeback.compiler.passes.fusible import why_not
 from takeback.compiler.program import Cluster, Op, Program, Region
 
@@ -161,11 +161,11 @@ def test_look_through_windows_needs_bytes() -> None:
 def test_long_chains_are_cut() -> None:
     def loss_fn(m: Any, x: Tensor) -> Tensor:
         y = m(x)
-        for i in range(_MOST_OPS):
+        for i in range(MOST_OPS):
             y = (y + i).tanh()
         return y.mean()
 
-    assert max(len(names(op)) for op in clusters(fused(step_of(loss_fn)))) <= 2 * _MOST_OPS
+    assert max(len(names(op)) for op in clusters(fused(step_of(loss_fn)))) <= 2 * MOST_OPS
 
 
 def test_small_sum_joins_the_cluster_that_made_its_operand() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import takeback as tb
+from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Thinning
 
 
@@ -35,6 +36,22 @@ def made(loss_fn: Any, model: nn.Module | None = None, **options: Any) -> tuple[
     model = model or nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return model, tb.compile_step(model, loss_fn, optimizer, memory="keep", **options)
+
+
+def test_forward_that_took_more_than_the_plan_is_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is foreseen of it does not know what the user's own variables hold."""
+    monkeypatch.setattr(Executor, "count_aside", lambda self: lambda: 1 << 40)
+    hidden = Hidden(1.0)
+    scale = hidden.read
+    _, step = made(lambda model, x: model(x).square().mean() * scale())
+    x = torch.randn(8, 4)
+    for _ in range(6):
+        step(x)
+    hidden.set_(3.0)
+    for _ in range(6):  # the tenth replay would find it
+        step(x)
+    [note] = [n for n in step.report().notes if "eager's forward needs" in n]
+    assert "1,048,576.0 MiB" in note
 
 
 def test_stale_plan_is_found_named_taken_back_and_recorded_anew() -> None:

@@ -137,7 +137,6 @@ def settings_for(
         early=options.update == "early",
         sharing=sharing,
         goal=goals.get(options.memory, Keep()),
-        waits=options.memory != "min",
         chooser=Chooser(seconds, options.solve_s, progress),
         notes=() if options.memory == "keep" else notes,
     )
@@ -164,11 +163,9 @@ def plan_within(
         return _below(program, kept, options, settings, watch, sibling)
     told = [_again(program, settings, sibling)]
     if sibling is None and settings.fast and isinstance(settings.goal, Lowest):
-        told.insert(
-            0, replace(settings, waits=True)
-        )  # what comes out of clusters on their way is not kept: mostly less
+        told.append(replace(settings, waits=False))
     layouts = [lay_out(run_passes(program, kept, each, watch=watch), like=_placing(sibling)) for each in told]
-    return _account(program, min(reversed(layouts), key=lambda layout: transient_bytes(layout, 0)), settings)
+    return _account(program, min(layouts, key=lambda layout: transient_bytes(layout, 0)), settings)
 
 
 def _as_earlier(

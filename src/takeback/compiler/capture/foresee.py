@@ -10,7 +10,7 @@ random states that are set, and what kernels take inside (in proportion). Anythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -96,27 +96,35 @@ def _equal(one: object, other: object) -> bool:
 
 def _first_unlike(real: Program, fake: Program) -> str | None:
     """What the fake program has otherwise, in words; None if nothing."""
-    kernels = [op for op in real.ops if not isinstance(op.target, Special)]
-    for mine, theirs in zip(kernels, fake.ops, strict=False):
-        if mine.target is not theirs.target:
-            return f"{theirs.name}{at(theirs.site)} runs where {mine.name} did"
-        same = mine.phase is theirs.phase and mine.grad_mode is theirs.grad_mode and mine.mutates == theirs.mutates
-        given = (mine.args, mine.kwargs, mine.results), (theirs.args, theirs.kwargs, theirs.results)
-        if not same or not _same(*given):
-            return f"{mine.name}{at(mine.site)} is given something else"
-    if len(kernels) != len(fake.ops):
-        return f"it is made of {len(fake.ops):,} ops instead of {len(kernels):,}"
-    named = list(real.named_regions()), list(fake.named_regions())
-    if len(named[0]) != len(named[1]) or not all(
-        a[0] == b[0] and _same(a[1], b[1]) for a, b in zip(*named, strict=True)
-    ):
-        return "it gives other results"
-    met = {r.buffer for op in kernels for r in (*op.inputs, *op.outputs)}
+    reason = _other_ops(real, fake, _same)
+    if reason is not None:
+        return reason
+    met = {r.buffer for op in fake.ops for r in (*op.inputs, *op.outputs)}
     for b in met:
         if real.buffers[b].role is not fake.buffers[b].role:
             return f"a {real.buffers[b].role.value} is a {fake.buffers[b].role.value}"
         if real.buffers[b].role is Role.CONSTANT and not _same_bits(real.externals[b], fake.externals[b]):
             return "a tensor that it makes of numbers holds others"
+    return None
+
+
+def _other_ops(one: Program, other: Program, same: Callable[[Argument, Argument], bool]) -> str | None:
+    """The first kernel of the other program that is not that of the one, or is given what is not the same."""
+    kernels = [op for op in one.ops if not isinstance(op.target, Special)]
+    for mine, theirs in zip(kernels, other.ops, strict=False):
+        if mine.target is not theirs.target:
+            return f"{theirs.name}{at(theirs.site)} runs where {mine.name} did"
+        alike = mine.phase is theirs.phase and mine.grad_mode is theirs.grad_mode and mine.mutates == theirs.mutates
+        given = (mine.args, mine.kwargs, mine.results), (theirs.args, theirs.kwargs, theirs.results)
+        if not alike or not same(*given):
+            return f"{mine.name}{at(theirs.site or mine.site)} is given something else"
+    if len(kernels) != len(other.ops):
+        return f"it is made of {len(other.ops):,} ops instead of {len(kernels):,}"
+    mine_named, their_named = list(one.named_regions()), list(other.named_regions())
+    if [name for name, _ in mine_named] != [name for name, _ in their_named] or not all(
+        same(a, b) for (_, a), (_, b) in zip(mine_named, their_named, strict=True)
+    ):
+        return "it gives other results"
     return None
 
 
@@ -191,20 +199,9 @@ def _joined(real: Program, small: Program, whole: Program) -> Program:
 
 def _not_siblings(small: Program, whole: Program) -> str | None:
     """What differs besides extents, strides, offsets and plain numbers."""
-    for mine, theirs in zip(small.ops, whole.ops, strict=False):
-        if mine.target is not theirs.target:
-            return f"{theirs.name}{at(theirs.site)} runs where {mine.name} does"
-        same = mine.phase is theirs.phase and mine.grad_mode is theirs.grad_mode and mine.mutates == theirs.mutates
-        given = (mine.args, mine.kwargs, mine.results), (theirs.args, theirs.kwargs, theirs.results)
-        if not same or not _alike(*given):
-            return f"{mine.name}{at(theirs.site)} is given other tensors"
-    if len(small.ops) != len(whole.ops):
-        return f"it is made of {len(whole.ops):,} ops instead of {len(small.ops):,}"
-    named = list(small.named_regions()), list(whole.named_regions())
-    if len(named[0]) != len(named[1]) or not all(
-        a[0] == b[0] and _alike(a[1], b[1]) for a, b in zip(*named, strict=True)
-    ):
-        return "it gives other results"
+    reason = _other_ops(small, whole, _alike)
+    if reason is not None:
+        return reason
     roles = {b: buffer.role for b, buffer in small.buffers.items()}
     if roles != {b: buffer.role for b, buffer in whole.buffers.items()} or small.leaves != whole.leaves:
         return "it uses other tensors"

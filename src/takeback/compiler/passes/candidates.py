@@ -31,7 +31,7 @@ from takeback.compiler.plan.rebuild_problem import (
     UnitId,
     ValueId,
 )
-from takeback.compiler.program import BufferId, Op, Region
+from takeback.compiler.program import BufferId, Cluster, Op, Region
 
 _LEAST_SHARE = 0.0005  #: of the peak; smaller values are always carried
 _SHORT_GAP = 4  #: ops; over fewer a value is always carried
@@ -261,10 +261,10 @@ class _Candidates:
         it is made of anyway."""
         ops = self._program.ops
         for stop, chain in self._chains.items():
-            for name in chain:
+            beside = [ops[i] for i in (stop, stop - 1) if i >= 0 and isinstance(ops[i].target, Cluster)]
+            for name in chain if beside else ():
                 unit = self._units[name]
                 parts = [stand_in(ops[i], self._device) for i in unit.ops]
-                beside = [ops[i] for i in (stop, stop - 1) if i >= 0]
                 host = next((op for op in beside if all(may_join(part, op, self._program) for part in parts)), None)
                 if host is not None:
                     there = {r.buffer for r in host.inputs}

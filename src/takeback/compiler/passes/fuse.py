@@ -23,7 +23,7 @@ from takeback.compiler.passes.fusible import why_not
 from takeback.compiler.passes.thin import BackwardGroup, made_again
 from takeback.compiler.program import BufferId, Op, Phase, Program, Region
 
-_MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
+MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
 _SOON = 8  #: ops; over fewer nothing is gained by not waiting
 _SMALL = 8  #: a result that is so many times smaller than what it is made of lives longer at no price
 
@@ -184,7 +184,7 @@ class _Grouping:
         fitting: list[OpGroup] = []
         total = 1
         for group in sorted(sources, key=lambda g: -g.at):
-            if total + len(group.members) <= _MOST_OPS and not self._over_the_turn(group, position, op):
+            if total + len(group.members) <= MOST_OPS and not self._over_the_turn(group, position, op):
                 fitting.append(group)
                 total += len(group.members)
             else:
@@ -220,7 +220,7 @@ class _Grouping:
         if len(makers) != 1 or op.mutates or read & self._written_inside:
             return None
         [group] = makers.values()
-        if len(group.members) >= _MOST_OPS or self._ops[group.at].phase is not op.phase:
+        if len(group.members) >= MOST_OPS or self._ops[group.at].phase is not op.phase:
             return None
         taken, given = max((_bytes(r) for r in op.inputs), default=0), sum(_bytes(r) for r in op.outputs)
         if given * _SMALL > taken:

@@ -17,10 +17,9 @@ from dataclasses import replace
 from takeback.compiler.cluster import clustered, expanded
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.fuse import MOST_OPS
 from takeback.compiler.passes.waiting import NEAR, Headroom, depends, no_higher
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Program, Region
-
-MOST_OPS = 96  #: of one cluster, as in fuse.py
 
 
 def gather(draft: Draft) -> Draft:

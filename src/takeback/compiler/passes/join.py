@@ -13,9 +13,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.fuse import MOST_OPS
 from takeback.compiler.passes.fusible import why_not
-from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
-from takeback.compiler.passes.waiting import planned_curve
+from takeback.compiler.passes.gather import one_of, seen_whole
+from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Phase, Program
 
 
@@ -39,8 +40,7 @@ def _above(draft: Draft, peak: int) -> set[int]:
 
 
 def may_join(op: Op, cluster: Op, program: Program) -> bool:
-    """Whether an op could be a part of a cluster beside it, and is cheaper there: they read the same, or one reads what
-    the other makes."""
+    """Whether an op could be a part of a cluster beside it, and is cheaper there: they read the same value."""
     if not isinstance(cluster.target, Cluster) or cluster.phase is not Phase.BACKWARD or op.mutates:
         return False
     if not isinstance(op.target, Cluster) and why_not(op, program) is not None:

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import torch
 
+from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.ownership.facts import Refused, geometry_refusal, overwritable_operands
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import lifetimes
-from takeback.compiler.passes.draft import Borrowed, Draft, Fresh, Home, Overwrites, Placement, Refusal
+from takeback.compiler.passes.draft import Borrowed, Draft, Fresh, Home, Overwrites, Placement, Refusal, owner_of
 from takeback.compiler.program import BufferId, Op, Region
 
 
@@ -64,6 +65,13 @@ def overwrite(draft: Draft) -> Draft:
             for reason in reasons:
                 refusals.append(Refusal("overwrite", op.name, result.buffer, size, reason, op.site))
     return replace(draft, placements=placements, refusals=draft.refusals + tuple(refusals))
+
+
+def planned_curve(draft: Draft) -> list[int]:
+    """Bytes alive at each op of a draft, once what may be overwritten is."""
+    placed = overwrite(draft)
+    owners = {b: owner_of(placed, b) for b in placed.placements}
+    return alive_bytes(draft.program, owners, draft.kept)
 
 
 def _new_memory_is_filled() -> bool:

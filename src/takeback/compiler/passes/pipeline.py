@@ -43,7 +43,7 @@ class PassSettings:
     early: bool = False  #: each parameter is updated as soon as its gradient is complete
     sharing: Sharing | None = None  #: gradients are averaged over a group
     goal: Goal = _KEEP
-    waits: bool = True  #: ops of the backward may wait for clusters, for the sake of time; the lowest peaks are without
+    waits: bool = True  #: ops of the backward may wait for clusters; some lowest peaks are without
     chooser: Chooser | None = None  #: finds what to rebuild; any goal but Keep needs one
     notes: tuple[str, ...] = ()  #: what the user should know of these settings
     known: bool = False  #: a sibling of the program has gone the same way: its form is looked at in the end only
@@ -95,9 +95,13 @@ def _idle_fuse(settings: PassSettings) -> str | None:
     return None if settings.fast else "mode='exact': every op runs with eager's kernel"
 
 
+def _idle_join(settings: PassSettings) -> str | None:
+    return _idle_fuse(settings) or _idle_recompute(settings)
+
+
 def _idle_postpone(settings: PassSettings) -> str | None:
     waits = None if settings.waits else "the lowest peak is without: what waits keeps its operands for longer"
-    return _idle_fuse(settings) or _idle_recompute(settings) or waits
+    return _idle_join(settings) or waits
 
 
 def _idle_advance(settings: PassSettings) -> str | None:
@@ -132,7 +136,7 @@ PIPELINE: tuple[Stage, ...] = (
         lambda s: {"goal": s.goal, "chooser": s.chooser},
         _idle_recompute,
     ),
-    Stage(join, idle=_idle_postpone),
+    Stage(join, idle=_idle_join),
     Stage(overwrite),
     Stage(pack, idle=_idle_pack),
 )

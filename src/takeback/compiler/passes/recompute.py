@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.passes.candidates import candidates, choice_of
 from takeback.compiler.passes.choice import apply
-from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild, owner_of
-from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild
+from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_reads
 from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.plan.rebuild_check import check_answer
@@ -168,9 +167,7 @@ def cut_short(notes: Iterable[str]) -> bool:
 
 def planned_peak(draft: Draft) -> int:
     """The most bytes alive at one time, once dying operands are overwritten."""
-    placed = overwrite(draft)
-    owners = {b: owner_of(placed, b) for b in placed.placements}
-    return max(alive_bytes(draft.program, owners, draft.kept), default=0)
+    return max(planned_curve(draft), default=0)
 
 
 class Chooser:

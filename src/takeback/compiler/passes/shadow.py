@@ -18,7 +18,8 @@ from dataclasses import replace
 
 from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Draft
-from takeback.compiler.passes.gather import MOST_OPS, one_of, seen_whole
+from takeback.compiler.passes.fuse import MOST_OPS
+from takeback.compiler.passes.gather import one_of, seen_whole
 from takeback.compiler.passes.partial import making
 from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from takeback.compiler.ownership.curve import alive_bytes
 from takeback.compiler.ownership.lifetimes import lifetimes
-from takeback.compiler.passes.draft import Draft, owner_of
-from takeback.compiler.passes.overwrite import overwrite
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.program import Cluster, Op, Phase, Region, Special
 
 aten = torch.ops.aten
@@ -107,13 +106,6 @@ class Headroom:
         mine = [b for b in read if not self._sizes[b].role.borrowed and self._end.get(b, 0) <= last]
         longer = more_bytes + sum(self._sizes[b].size_bytes for b in mine)
         return all(self._curve[id(op)] + longer <= self._most for op in run[1:] if id(op) in self._curve)
-
-
-def planned_curve(draft: Draft) -> list[int]:
-    """Bytes alive at each op of a draft, once what may be overwritten is."""
-    placed = overwrite(draft)
-    owners = {b: owner_of(placed, b) for b in placed.placements}
-    return alive_bytes(draft.program, owners, draft.kept)
 
 
 def no_higher(draft: Draft, change: Callable[[Draft, Headroom], Draft]) -> Draft:

@@ -85,8 +85,10 @@ def _by_system() -> Iterator[Room]:
     """What the machine and the control group have left: beyond it, processes are killed."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        [available] = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        yield Room(int(available) * 1024, "the machine's memory", kills=True)
+        # Eager may go on in swap: what it would run is not to be refused.
+        left = [int(line.split()[1]) for line in lines if line.startswith(("MemAvailable:", "SwapFree:"))]
+        if left:
+            yield Room(sum(left) * 1024, "the machine's memory", kills=True)
     except (OSError, ValueError):
         pass
     for most, now, stat in (
