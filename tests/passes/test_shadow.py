@@ -25,6 +25,7 @@ from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives
 from takeback.compiler.passes.recompute import Chooser, Within, planned_peak
 from takeback.compiler.passes.shadow import shadow
+from takeback.compiler.passes.waiting import Headroom, no_higher
 from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.program import Cluster, Op, Phase, Program, Region
 from takeback.options import Options
@@ -274,3 +275,21 @@ def test_lowest_peak_is_not_above_that_of_auto() -> None:
         settings = settings_for(program, options, seconds)
         peaks[memory] = plan_within(program, frozenset(), options, settings).layout.alive_bytes
     assert peaks["min"] <= peaks["auto"], peaks
+
+
+def test_change_that_lifts_the_peak_is_offered_less_room_and_then_left() -> None:
+    draft = until(gated(), shadow)
+    everything = frozenset(b.id for b in draft.program.buffers.values() if not b.role.borrowed)
+    lifted = replace(draft, kept=draft.kept | everything)
+    assert planned_peak(lifted) > planned_peak(draft)
+    rooms: list[Headroom] = []
+
+    def lifts(before: Draft, room: Headroom) -> Draft:
+        rooms.append(room)
+        return lifted
+
+    assert no_higher(draft, lifts) is draft
+    assert len(rooms) > 1
+    last = draft.program.ops[-3:]
+    assert [room.for_(last) for room in rooms] == sorted((room.for_(last) for room in rooms), reverse=True)
+    assert not rooms[-1].for_(last), "less room is offered each time"
