@@ -34,9 +34,11 @@ class Options:
     poison: bool = False
     solve_s: float = 120.0
     unplanned: str = "raise"
+    graphs: str = "auto"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, ("auto", "exact", "fast"))
+        _one_of("graphs", self.graphs, ("auto", "always", "never"))
         _one_of("update", self.update, ("end", "early"))
         _one_of("unplanned", self.unplanned, ("raise", "eager"))
         known = isinstance(self.memory, str) and (
@@ -172,6 +174,11 @@ def cache_dir() -> Path:
 def keeps_plans() -> bool:
     """Whether what was decided for a step is kept between processes: unless $TAKEBACK_PLANS is 0."""
     return os.environ.get("TAKEBACK_PLANS") != "0"
+
+
+def allocator_settings() -> str:
+    """What the user has asked of torch's caching allocator: $PYTORCH_ALLOC_CONF, or its older name."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def compiler() -> str:

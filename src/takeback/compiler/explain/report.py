@@ -243,6 +243,8 @@ def _notes(
         yield execution.group
     if layout.arena is None:
         yield _NO_ARENA
+    if execution.graph:
+        yield f"CUDA graphs: {execution.graph}"
     elif not execution.serves_ops:
         yield _NO_NATIVE
     for own_step in own_steps:

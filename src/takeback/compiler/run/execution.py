@@ -28,3 +28,4 @@ class Execution:
     kept_grad_bytes: int = 0  #: gradients that the caller keeps
     group: str = ""  #: who averages the gradients, in words
     counters: Counters | None = None  #: of the last replay, if there was one
+    graph: str = ""  #: whether it is a CUDA graph, or why not

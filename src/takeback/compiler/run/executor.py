@@ -44,6 +44,7 @@ class Executor:
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
         self.committing = False  #: the update of the last step was begun
+        self._undo: Callable[[], None] = _nothing
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
     @property
@@ -59,6 +60,7 @@ class Executor:
             kept_grad_bytes=grad_bytes(self.program) if keep_grads else 0,
             group=group,
             counters=self.counters if measured and not self.kernels.compared else None,
+            graph=self.graph,
         )
 
     @property
@@ -107,6 +109,14 @@ class Executor:
 
     def settle_(self) -> None:
         """Called when a comparison is over: what it needed besides is given back."""
+
+    def uncapture_(self) -> None:
+        """Gives back what a captured graph holds: a comparison with eager is to fit into the plan's memory."""
+
+    @property
+    def graph(self) -> str:
+        """Whether forward and backward are one CUDA graph, or why not; empty where there are none."""
+        return ""
 
     def count_aside(self) -> Callable[[], int]:
         """Called before something else than the step runs; what it gives, after it: the most bytes that this took, or 0
@@ -205,8 +215,21 @@ class Executor:
             for generator, state in states:  # the same step, tried again, draws the same numbers
                 generator.set_state(state)
 
+        self._undo = put_back
+        step.at_end(self._forget_undo)
         step.on_abort(self.release_)
         step.on_abort(put_back)
+
+    def _put_back_(self) -> None:
+        """Everything that this step has computed so far is taken back, inside of its transaction."""
+        self._undo()
+
+    def _forget_undo(self) -> None:
+        self._undo = _nothing
+
+
+def _nothing() -> None:
+    pass
 
 
 def _writes(op: Op, buffer: BufferId) -> bool:

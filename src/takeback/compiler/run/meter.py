@@ -10,7 +10,7 @@ import torch
 
 from takeback.compiler.capture.scratch import AllocatorEvent
 
-_SPARE = 1.1  #: of what a plan needs: blocks of other sizes, which it could use
+_SPARE = 1.03  #: of what a plan needs: blocks of other sizes, which it could use
 
 
 class Meter:

@@ -37,16 +37,18 @@ from takeback.compiler.run.arena import SharedArena
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.collector import collector_paused
+from takeback.compiler.run.cuda_graph import GraphSettings
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
 from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
-from takeback.compiler.run.proof import Measure
+from takeback.compiler.run.proof import NEAR, Bits, Measure
 from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.recorded_step import RecordedStep
 from takeback.compiler.run.recording import recorder
+from takeback.compiler.run.segments import let_segments_grow_
 from takeback.compiler.run.spent import Spent, watcher_for
 from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
@@ -78,8 +80,11 @@ class PlanMaker:
         self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
+        if self.device.type == "cuda":
+            let_segments_grow_(self.device)
         self.kernels = Kernels(self.device)
         self.fast = options.is_fast(self.device.type)
+        self.graphs = GraphSettings(options.graphs, NEAR if self.fast else Bits())
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
@@ -312,7 +317,9 @@ class PlanMaker:
         sends = layout.program.flags is not None
         reducer = self.group.reducer if self.group is not None and sends else None
         if self.home is Home.ALLOCATOR:
-            return AllocatorExecutor(layout, poison=self.options.poison, reducer=reducer, kernels=self.kernels)
+            return AllocatorExecutor(
+                layout, poison=self.options.poison, reducer=reducer, kernels=self.kernels, graphs=self.graphs
+            )
         return ArenaExecutor(
             layout,
             self.arena,

@@ -62,6 +62,7 @@ class Replayer:
         if not due and (plan.unsampled is not None or not self._proof.samples(plan.family.replays)):
             return self.replay(plan, leaves, micro=micro)
         gave: list[Results] = []
+        plan.executor.uncapture_()
 
         def run(inspect: Callable[[], None] | None = None) -> object:
             gave.append(self.replay(plan, leaves, inspect, micro))

@@ -1,0 +1,189 @@
+"""Forward and backward of a plan as one CUDA graph, where the host takes longer to launch kernels than the device to
+run them.
+
+`compute(batch)` in, the same out, with one launch. A plan is captured once it is steady: its kernels are compiled and
+compared, and shapes are static anyway. The batch is copied into tensors of the graph's; what it gives lies in the
+graph's own pool, and is the same bytes in each step. The update is not captured: it is a few launches, and its numbers
+are Python's. In the step in which a plan is captured it is computed both ways from the same state, and compared.
+
+A pool is not given back between steps, so what is captured holds its memory until the plan is dropped, or compared
+with eager again. That is why device-bound steps are not captured: they would gain nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from takeback.compiler.program import Argument, Number, Op, Program, Special
+from takeback.compiler.run.kernels import NOT_USED_YET, Kernels
+from takeback.compiler.run.proof import Measure, differing, in_words, keep
+from takeback.compiler.run.room import is_out_of_memory
+
+Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Named = Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
+
+HOST_BOUND = 0.8  #: of the device's time, that the host takes for it: with less, the device hardly waits
+_TIMED = 4  #: steps that are timed; the first of them is not counted
+
+CAPTURED = "forward and backward are one CUDA graph"
+WAITS = "it has not been decided yet"
+DEVICE_BOUND = "the device takes longer to run its kernels than the host to launch them"
+
+
+@dataclass
+class GraphSettings:
+    """Of one compiled step: which of its plans are captured, how they are compared, and the pool they share."""
+
+    ask: str  #: "auto", "always" or "never"
+    measure: Measure
+    _pool: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def pool(self) -> tuple[int, int]:
+        """Replays of a step follow one another, so its graphs may use the same bytes."""
+        if not self._pool:
+            self._pool.append(torch.cuda.graph_pool_handle())
+        return self._pool[0]
+
+
+def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
+    """Why the ops before the update cannot be a graph; None if that can be tried."""
+    for op in computed:
+        if isinstance(op.target, Special):
+            return "the random state is saved and restored inside, as torch.utils.checkpoint does"
+        if op.expected is not None:
+            return f"{op.name} reads a value into Python"
+        if any(isinstance(a, Number) for a in _leaves((op.args, tuple(op.kwargs.values())))):
+            return f"{op.name} is given a number that is read anew in each step"
+        if any(program.buffers[r.buffer].device for r in (*op.inputs, *op.outputs)):
+            return f"{op.name} works on tensors that are not on the GPU"
+    return None
+
+
+def _leaves(arg: Argument | tuple[object, ...]) -> list[object]:
+    return [leaf for each in arg for leaf in _leaves(each)] if isinstance(arg, tuple) else [arg]
+
+
+class GraphedCompute:
+    """Called like the `compute` it stands for. `named`: what is compared, of what it gives. `put_back_` takes back what
+    it has written of the user's."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        settings: GraphSettings,
+        kernels: Kernels,
+        *,
+        program: Program,
+        refused: str | None,
+        generators: Sequence[torch.Generator],
+        named: Named,
+        put_back_: Callable[[], None],
+    ) -> None:
+        self.note: str | None = refused or WAITS  #: why it is not captured
+        self._compute, self._settings, self._kernels = compute, settings, kernels
+        self._own = kernels.in_program(program)
+        self._generators, self._named, self._put_back_ = generators, named, put_back_
+        self._decided = refused is not None
+        self._wanted = False
+        self._timings: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[torch.Tensor] = []
+        self._given: list[torch.Tensor] = []
+        self._changes = -1
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def release_(self) -> None:
+        """Gives the graph's memory back; the next call captures again."""
+        self._graph, self._inputs, self._given = None, [], []
+
+    def __call__(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._graph is not None and self._changes == self._kernels.changes:
+            return self._replayed(self._graph, batch)
+        self.release_()
+        if not self._decided:
+            self._decide_()
+        if self._wanted and not any(kernel.note == NOT_USED_YET for kernel in self._own):
+            return self._capturing(batch)
+        return self._compute(batch) if self._decided else self._timed(batch)
+
+    def _replayed(self, graph: torch.cuda.CUDAGraph, batch: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        for mine, given in zip(self._inputs, batch, strict=True):
+            mine.copy_(given, non_blocking=True)
+        graph.replay()
+        return list(self._given)
+
+    # -- whether ---------------------------------------------------------------------------------------------------
+
+    def _timed(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = time.perf_counter()
+        begin.record()
+        held = self._compute(batch)
+        end.record()
+        self._timings.append((time.perf_counter() - start, begin, end))
+        return held
+
+    def _decide_(self) -> None:
+        """Nobody waits for the device: what has not ended yet is asked again in the next step."""
+        if self._settings.ask == "always":
+            self._decided = self._wanted = len(self._timings) > 0
+            return
+        if len(self._timings) < _TIMED or not self._timings[-1][2].query():
+            return
+        shares = [host_s / max(begin.elapsed_time(end) / 1e3, 1e-9) for host_s, begin, end in self._timings[1:]]
+        self._decided, self._timings = True, []
+        self._wanted = statistics.median(shares) >= HOST_BOUND
+        self.note = self.note if self._wanted else DEVICE_BOUND
+
+    # -- capturing -------------------------------------------------------------------------------------------------
+
+    def _capturing(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The step, computed as before and by the graph, from the same state."""
+        expected = keep(self._settings.measure, self._named(self._compute(batch)))
+        self._put_back_()
+        why = self._try(batch)
+        if why is None:
+            assert self._graph is not None
+            given = self._replayed(self._graph, batch)
+            wrong = differing(self._settings.measure, expected, self._named(given))
+            if not wrong:
+                self.note, self._changes = None, self._kernels.changes
+                return given
+            why = f"{wrong[0]} {in_words(self._settings.measure)} in its first replay"
+            self._put_back_()
+        self.note, self._wanted = why, False
+        self.release_()
+        return self._compute(batch)
+
+    def _try(self, batch: Sequence[torch.Tensor]) -> str | None:
+        """None if it is captured; else why it cannot be."""
+        inputs = [t.clone() for t in batch]
+        if any(mine.stride() != given.stride() for mine, given in zip(inputs, batch, strict=True)):
+            return "a batch tensor has strides that a copy of it has not"
+        if any(t.device.type != "cuda" for t in batch):
+            return "a batch tensor is not on the GPU"
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        # A workspace of cuBLAS that lies in the pool must not be used from outside of it, nor another one inside.
+        torch._C._cuda_clearCublasWorkspaces()  # checked on 2.11 and 2.13
+        try:
+            with torch.cuda.graph(graph, pool=self._settings.pool, capture_error_mode="thread_local"):
+                held = self._compute(list(inputs))
+        except RuntimeError as error:
+            said = str(error).strip().partition("\n")[0]
+            return "there is no memory for its pool" if is_out_of_memory(error) else f"it cannot be captured ({said})"
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        self._graph, self._inputs, self._given = graph, inputs, held
+        return None

@@ -1,0 +1,215 @@
+"""A plan whose forward and backward are one CUDA graph has eager's bits, and says why where it is none."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from gpu_twins import (
+    DEVICE,
+    Case,
+    adamw,
+    bf16,
+    channels_last,
+    convnet,
+    exact_step,
+    gpt,
+    images,
+    labelled,
+    mlp,
+    momentum,
+    rows,
+    tokens,
+    tokens_loss,
+    train_both,
+)
+from torch import Tensor, nn
+
+import takeback as tb
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
+from takeback.compiler.run.cuda_graph import CAPTURED, DEVICE_BOUND
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ALWAYS = {"graphs": "always"}
+STEPS = 14  #: so that the sampled replay, the tenth, lets go of a graph, and another is captured
+
+
+@pytest.fixture(autouse=True)
+def steady_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager's own convolutions repeat their bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def state(step: tb.CompiledStep) -> str:
+    return step._plans[0].executor.graph
+
+
+def trained(case: Case, **settings: Any) -> tb.CompiledStep:
+    step = train_both(
+        Case(case.build, case.loss_fn, case.draw, case.optimizer, {**ALWAYS, **case.settings, **settings}, case.around),
+        steps=STEPS,
+    )
+    assert state(step) == CAPTURED
+    return step
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(mlp, labelled, rows), id="mlp, dropout"),
+        pytest.param(Case(convnet, labelled, images, momentum), id="convnet"),
+        pytest.param(Case(convnet, labelled, channels_last, momentum, around=bf16), id="convnet, channels_last, bf16"),
+        pytest.param(Case(gpt, tokens_loss, tokens), id="gpt"),
+        pytest.param(Case(partial(gpt, 0.1), tokens_loss, tokens, around=bf16), id="gpt, dropout, bf16"),
+    ],
+)
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_has_eagers_bits(case: Case, memory: str) -> None:
+    step = trained(case, memory=memory)
+    assert f"CUDA graphs: {CAPTURED}" in step.report().notes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"clip_norm": 0.1}, {"accumulate": 2}, {"keep_grads": False}, {"keep_grads": False, "update": "early"}],
+    ids=["clip", "accumulate", "no gradients", "early"],
+)
+def test_options_have_eagers_bits(settings: dict[str, Any]) -> None:
+    trained(Case(mlp, labelled, rows), **settings)
+
+
+def test_a_schedule_is_followed() -> None:
+    ours, eager = (Case(mlp, labelled, rows).model() for _ in range(2))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (ours, eager)]
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in optimizers]
+    step = exact_step(ours, labelled, optimizers[0], graphs="always")
+    for i in range(STEPS):
+        batch = Case(mlp, labelled, rows).batch(i)
+        torch.manual_seed(i)
+        step(*batch)
+        torch.manual_seed(i)
+        optimizers[1].zero_grad()
+        labelled(eager, *batch).backward()
+        optimizers[1].step()
+        for schedule in schedules:
+            schedule.step()
+        for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+            assert torch.equal(a, b), f"step {i}"
+    assert state(step) == CAPTURED
+
+
+def test_other_shapes_and_evaluation_between_steps() -> None:
+    """Two graphs share a pool, and the rest of the process has a normal allocator."""
+    case = Case(partial(gpt, 0.1), tokens_loss, tokens)
+    ours, eager = case.model(), case.model()
+    mine, theirs = adamw(ours), adamw(eager)
+    step = exact_step(ours, tokens_loss, mine, graphs="always")
+    for i in range(30):
+        batch = tuple(t[: 4 - i % 2] for t in case.batch(i))
+        torch.manual_seed(i)
+        loss = step(*batch)
+        torch.manual_seed(i)
+        theirs.zero_grad()
+        expected = tokens_loss(eager, *batch)
+        expected.backward()
+        theirs.step()
+        assert torch.equal(loss, expected), f"step {i}"
+        with torch.no_grad():
+            torch.randn(1 << 20, device=DEVICE).sum()
+            assert torch.equal(ours.eval()(batch[0]), eager.eval()(batch[0])), f"step {i}"
+        ours.train(), eager.train()
+    assert [plan.executor.graph for plan in step._plans].count(CAPTURED) == 2
+
+
+def test_fast_mode_learns_as_eager_does() -> None:
+    case = Case(partial(gpt, 0.1), tokens_loss, tokens, around=bf16)
+    losses = {}
+    for how in ("always", "never"):
+        model = case.model()
+        step = tb.compile_step(model, tokens_loss, adamw(model), mode="fast", graphs=how)
+        with bf16():
+            losses[how] = []
+            for i in range(30):
+                torch.manual_seed(i)
+                losses[how].append(float(step(*case.batch(i % 3))))
+        assert (state(step) == CAPTURED) is (how == "always"), state(step)
+    assert losses["always"] == pytest.approx(losses["never"], rel=2e-3)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (2.0 if float(x.shape[0] + self.inner[0].weight.sum() * 0) > 1 else 1.0)
+
+
+def checkpointed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), y)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (Case(Reads, labelled, rows), "reads a value into Python"),
+        (Case(mlp, checkpointed, rows), "the random state is saved and restored"),
+    ],
+    ids=["item", "checkpoint"],
+)
+def test_what_cannot_be_captured_says_why_and_runs(case: Case, why: str) -> None:
+    step = train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, ALWAYS))
+    assert why in state(step)
+    assert any(why in note for note in step.report().notes)
+
+
+def test_a_graph_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first replay is compared: a graph of other kernels would be found."""
+    begun = torch.cuda.CUDAGraph.replay
+
+    def replay(self: torch.cuda.CUDAGraph) -> None:
+        torch.manual_seed(99)  # other dropout than the step's
+        begun(self)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
+    step = train_both(Case(mlp, labelled, rows, settings=ALWAYS))
+    assert "has other bits in its first replay" in state(step)
+
+
+def test_a_small_step_is_captured_and_a_large_one_is_not() -> None:
+    """By what host and device take: nobody has to ask."""
+    small = Case(gpt, tokens_loss, tokens).model()
+    step = exact_step(small, tokens_loss, adamw(small))
+    for i in range(STEPS + 6):
+        step(*Case(gpt, tokens_loss, tokens).batch(i))
+        torch.cuda.synchronize()
+    assert state(step) == CAPTURED
+    large = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).to(DEVICE)
+    step = exact_step(large, lambda m, x: m(x).square().mean(), adamw(large))
+    for _ in range(STEPS + 6):
+        step(torch.ones(8192, 4096, device=DEVICE))
+    torch.cuda.synchronize()
+    step(torch.ones(8192, 4096, device=DEVICE))
+    assert state(step) == DEVICE_BOUND
+
+
+def test_its_memory_goes_with_the_step() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    model = Case(gpt, tokens_loss, tokens).model()
+    optimizer = adamw(model)
+    step = exact_step(model, tokens_loss, optimizer, graphs="always")
+    for i in range(8):
+        step(*Case(gpt, tokens_loss, tokens).batch(i))
+    assert state(step) == CAPTURED
+    assert isinstance(step._plans[0].executor, AllocatorExecutor)
+    del step, model, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)
