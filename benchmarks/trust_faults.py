@@ -18,6 +18,7 @@ class PlantedTrouble:
 
 
 _TAKEN_BACK = "the step is taken back, and the next one is right"
+_OUT, _LITTLE = "gpu/test_cuda_out_of_memory.py", "gpu/test_cuda_little_memory.py"
 
 TROUBLE = (
     PlantedTrouble(
@@ -40,6 +41,64 @@ TROUBLE = (
         (
             "run/test_allocator_executor.py::test_failure_before_any_op_of_forward_or_backward_takes_the_step_back",
             "gpu/test_cuda.py::test_step_that_fails_is_taken_back",
+        ),
+    ),
+    PlantedTrouble(
+        "no room where torch's allocator places (a GPU): in a recording, in eager's run beside it, in eager beside the "
+        "first replay, in the first replay, in a plain step of another shape",
+        "the step is taken back and made all the same, by a plan that was recorded on an excerpt; where that has no "
+        "room either, an error, and nothing is changed",
+        (
+            f"{_OUT}::test_recording_that_is_refused_memory_is_made_of_an_excerpt",
+            f"{_OUT}::test_recording_that_is_always_refused_memory_changes_nothing",
+            f"{_OUT}::test_eagers_second_run_beside_a_recording_is_made_on_an_excerpt",
+            f"{_OUT}::test_eager_without_room_beside_the_first_replay_is_run_on_an_excerpt",
+            f"{_OUT}::test_first_replay_that_is_refused_memory_is_planned_anew",
+            f"{_OUT}::test_plain_step_that_is_refused_memory_gets_a_plan",
+        ),
+    ),
+    PlantedTrouble(
+        "the same in the forward, in the backward and in the clipping of a later replay, in the second call of an "
+        "accumulation, for an optimizer's first state",
+        "an error, and nothing is changed; the next step is right",
+        (
+            f"{_OUT}::test_later_replay_that_is_refused_memory_is_taken_back_until_its_update_writes",
+            f"{_OUT}::test_second_call_of_an_accumulation_that_is_refused_memory_leaves_what_waits",
+            f"{_OUT}::test_optimizer_without_room_for_its_state_leaves_none_behind",
+        ),
+    ),
+    PlantedTrouble(
+        "the same once the update has begun to write, or gradients that wait are being added to",
+        "as in eager, parameters may be half updated, or all gradients that wait are dropped: the error says which; "
+        "statistics and random state are put back",
+        (
+            f"{_OUT}::test_later_replay_that_is_refused_memory_is_taken_back_until_its_update_writes",
+            f"{_OUT}::test_second_call_of_an_accumulation_that_is_refused_memory_leaves_what_waits",
+            f"{_OUT}::test_optimizer_that_fails_half_way_says_so",
+        ),
+    ),
+    PlantedTrouble(
+        "the same where a sample is compared, a cluster is compiled or compared, the machine is measured",
+        "the step is made: without the sample, with eager's kernels, with rates from a table",
+        (
+            f"{_OUT}::test_sample_that_is_refused_memory_is_left_out",
+            f"{_OUT}::test_cluster_that_cannot_be_compiled_for_want_of_memory_runs_with_eagers_kernels",
+            f"{_OUT}::test_kernel_that_finds_no_room_to_be_compared_is_compared_later",
+            f"{_OUT}::test_no_room_to_measure_the_machine_takes_its_rates_from_the_table",
+        ),
+    ),
+    PlantedTrouble(
+        "the same when the step has been made and its plan is not yet",
+        "the error says that the step was made",
+        (f"{_OUT}::test_step_that_was_made_and_has_no_room_for_a_plan_says_so",),
+    ),
+    PlantedTrouble(
+        "a GPU that really has too little, from none to enough, at each of these stages",
+        "the step is eager's, or one of the outcomes above",
+        (
+            f"{_LITTLE}::test_step_is_eagers_or_nothing_is_lost",
+            f"{_LITTLE}::test_another_shape_is_eagers_or_nothing_is_lost",
+            f"{_LITTLE}::test_second_call_of_an_accumulation_leaves_what_waits",
         ),
     ),
     PlantedTrouble(

@@ -130,6 +130,7 @@ THINNED = {
     "test_predict.py": 2,
     "passes/test_candidates.py": 2,
     "guard/test_guard_aliases.py": 2,
+    "gpu/test_cuda_out_of_memory.py": 8,
 }
 
 

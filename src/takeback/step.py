@@ -207,10 +207,9 @@ class CompiledStep:
             if too_large.foreseen is not None:
                 most = int(LOWER * needed_bytes(self._maker, too_large.planned))
                 refused = "a plan that was to take less was refused memory"
-            work = self._maker.start(f"new plan for {batch_in_words(batch)}")
-            with work.inside, work:
-                return self._foresee(key, outline, batch, leaves, refused, most).returned
+            return self._foresee(key, outline, batch, leaves, refused, most).returned
         reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
+        waits = reason is not None and micro is None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
         reason = reason or self._unplanned.waits_(key)
@@ -220,7 +219,12 @@ class CompiledStep:
             except CaptureError as error:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
-        if micro is None:
+        if waits:
+            made = self._plainly(batch, outline)
+            if isinstance(made, str):  # eager has no room for it, and a plan may have
+                return self._foresee(key, outline, batch, leaves, made).returned
+            results = made
+        elif micro is None:
             results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
         else:
             results = plain_microbatch(self._recipe, batch, micro)
@@ -228,6 +232,24 @@ class CompiledStep:
         self._plans.passed_()
         self.grad_norm = results.grad_norm
         return results.returned
+
+    def _plainly(self, batch: Batch, outline: Hashable) -> Results | str:
+        """A plain step of a shape that has not earned a plan; or what eager was told, where it was refused memory and
+        everything is as before."""
+        begun: list[bool] = []
+        like = self._plans.of_outline(outline)[0].original
+        try:
+            return plain_step(
+                self._recipe,
+                batch,
+                keep_grads=self.options.keep_grads,
+                like=like,
+                begins=lambda: begun.append(True),
+            )
+        except (RuntimeError, MemoryError) as error:
+            if begun or not is_out_of_memory(error):
+                raise
+            return str(error).strip().partition("\n")[0]
 
     def _waits(self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor]) -> str | None:
         """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
@@ -340,8 +362,8 @@ class CompiledStep:
                 if micro is not None or begun or not is_out_of_memory(error):
                     raise
                 refused = str(error).strip().partition("\n")[0]
-            if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
-                return self._foresee(key, outline, batch, leaves, refused).returned
+        if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
+            return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results.returned
@@ -357,7 +379,9 @@ class CompiledStep:
     ) -> Results:
         """A step that eager has no room for. `refused`: what it was told. `most_bytes`: what its plan may take."""
         given = (self._maker, self._plans, self._replayer, self._proof)
-        results = ForeseenStep(*given, key, outline, batch, leaves, refused, most_bytes).run()
+        work = self._maker.start(f"new plan for {batch_in_words(batch)}")
+        with work.inside, work:
+            results = ForeseenStep(*given, key, outline, batch, leaves, refused, most_bytes).run()
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results

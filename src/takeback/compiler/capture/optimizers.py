@@ -23,6 +23,12 @@ _ACCUMULATES = (
 )
 
 
+_HALF = (
+    "takeback: the optimizer's own step() failed after it had begun to write, so that some parameters may have been "
+    "updated, and some not."
+)
+
+
 @dataclass(frozen=True)
 class Optimizers:
     """`members` are what is planned or stepped; `given` is what the user passed, wrappers included."""
@@ -137,10 +143,28 @@ def _unwrapped(optimizer: Optimizer, scaler: object | None) -> Optimizer:
 
 
 def step_(optimizer: Optimizer) -> None:
-    """The optimizer's own step(). Raises where it is a wrapper's, and the one inside was not stepped."""
+    """The optimizer's own step(). Raises where it is a wrapper's, and the one inside was not stepped. Where it fails
+    before it has written anything, the state that it has made is dropped: half of it would be taken for all. Where it
+    fails later, the error is given a note that says so."""
     inner = optimizer
     while (deeper := inner_of(inner)) is not None:
         inner = deeper
+    parameters = [p for group in inner.param_groups for p in group["params"]]
+    stateless = [p for p in parameters if p not in inner.state]
+    kept = [v for table in inner.state.values() for v in table.values() if isinstance(v, torch.Tensor)]
+    versions = [t._version for t in (*parameters, *kept)]
+    try:
+        _step_(optimizer, inner)
+    except BaseException as error:
+        if versions == [t._version for t in (*parameters, *kept)]:
+            for p in stateless:
+                inner.state.pop(p, None)
+        else:
+            error.add_note(_HALF)
+        raise
+
+
+def _step_(optimizer: Optimizer, inner: Optimizer) -> None:
     if inner is optimizer:
         optimizer.step()
         return

@@ -58,7 +58,7 @@ class AllocatorCode:
         return compute, update
 
 
-HELPERS = ("as_strided", "empty_strided", "over", "raw", "fit", "begin", "seen", "poison", "reduce")
+HELPERS = ("as_strided", "empty_strided", "over", "raw", "fit", "begin", "seen", "poison", "reduce", "commits")
 """What the code calls besides kernels, given by the executor."""
 
 
@@ -78,6 +78,7 @@ class _AllocatorEmitter(Emitter):
         for owner, end in last.items():
             self._ends.setdefault(end, []).append(owner)
         self.crossing: tuple[BufferId, ...] | None = None
+        self._commits = False  #: something of the user's has been updated
         self.lines: list[tuple[int, str]] = []
         self.claims: dict[str, Region] = {}
 
@@ -91,6 +92,9 @@ class _AllocatorEmitter(Emitter):
                 if self._grad[updating] is not op.grad_mode and kind is not Kind.RANDOM:
                     self._write_(position, f"grad_mode({op.grad_mode})")
                     self._grad[updating] = op.grad_mode
+                if updating and not self._commits and self._writes_the_users(op):
+                    self._commits = True
+                    self._write_(position, "commits()")
                 lines = self._lines(op, kind, position)
                 if self._watched:
                     self._write_(position, "begin()")
@@ -105,6 +109,9 @@ class _AllocatorEmitter(Emitter):
         self.surviving = tuple(self._held)
         self._updating = True
         self._write_(count, f"return [{', '.join(self._base(s) for s in self.surviving)}]")
+
+    def _writes_the_users(self, op: Op) -> bool:
+        return any(b not in self.layout.owners for b in (*op.mutates, *(r.buffer for r in op.outputs)))
 
     def _write_(self, position: int, *lines: str) -> None:
         self.bodies[self._updating].extend(lines)

@@ -2,7 +2,8 @@
 back when its last owner dies, so that the bytes alive follow the plan; what is reserved is the allocator's own matter.
 
 Work is enqueued on the current stream, in the order of the program. The update allocates too: where it runs out of
-memory half-way, it is half done, as in eager.
+memory before it has written anything (a norm for clipping), the step is taken back; later it is half done, as in
+eager.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ class AllocatorExecutor(Executor):
                 "fit": self._fit,
                 "begin": self._meter.begin,
                 "seen": self._note,
+                "commits": self.commits_,
                 "poison": _poison,
                 "grad_mode": torch._C._set_grad_enabled,  # checked on 2.11 and 2.13
                 "look": look,

@@ -153,6 +153,7 @@ class ArenaExecutor(Executor):
 
     def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
         assert self._update is not None
+        self.commits_()
         self._update(batch, scalars)
 
     def rehearsed(self) -> Layout | None:

@@ -22,6 +22,7 @@ from takeback.cache import Cache
 from takeback.compiler.passes.cost import Rates, seconds
 from takeback.compiler.program import Op, Program
 from takeback.compiler.run.rate_table import table_rates
+from takeback.compiler.run.room import is_out_of_memory
 from takeback.options import open_cache
 
 _VERSION = 8
@@ -59,9 +60,9 @@ class OpCost:
 
 
 _TABLE = (
-    "What an op costs here was taken from a table: this machine was too busy to be measured when it was first asked. "
-    "What is rebuilt is right all the same, and may be another choice than measured rates would give; empty the cache "
-    "folder to measure again."
+    "What an op costs here was taken from a table: this machine was too busy to be measured when it was first asked, "
+    "or had no memory for that. What is rebuilt is right all the same, and may be another choice than measured rates "
+    "would give; empty the cache folder to measure again."
 )
 
 
@@ -84,7 +85,12 @@ def _rates(device: str, dtypes: frozenset[torch.dtype], cache: Cache, threads: i
     missing = [d for name, d in wanted.items() if known is None or name not in known.flops_per_s]
     if known is not None and not missing:
         return known
-    measured = measure(device, missing, known)
+    try:
+        measured = measure(device, missing, known)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return _from_table(device, missing, known)  # not kept: the next process may have room
     keep_(cache, device, threads, measured)
     return measured
 

@@ -65,11 +65,12 @@ class CheckedReplay:
         if plan.unsampled is not None:
             return self.run(None)
         self.give_back_()
+        failed: str | None = None
+        out: Any = None
         try:
             out = self.beside.of_forward(self.run, self._fits)
         except ForwardFails as error:
-            plan.unsampled = str(error)
-            return self.run(None)
+            failed = str(error)
         except ForwardDiffers:
             if plan.foreseen is not None:  # eager has no room for a whole step, but for one on the excerpt
                 cause = first_difference(plan.foreseen.program, self.record())
@@ -80,6 +81,9 @@ class CheckedReplay:
             except VerifyError as error:
                 raise StalePlanError(self._stale(self._cause(), str(error))) from error
             plan.unsampled = "its forward gives other bits where no gradients are wanted"
+        if failed is not None:  # out of that block: the error's traceback holds what the forward had in memory
+            plan.unsampled = failed
+            return self.run(None)
         plan.right_at = plan.replays
         return out
 

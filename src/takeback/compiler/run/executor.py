@@ -1,8 +1,8 @@
 """What every executor does alike: a step is one transaction, in which it saves what its program writes of the user's.
 
-Contract: until `update` begins nothing of the user's has changed for good: what the forward and backward write into the
-user's tensors (running statistics, counters), and where its random generators stood, is saved first and put back if the
-step does not get that far.
+Contract: until the update first writes a tensor of the user's nothing has changed for good: what the forward and
+backward write into the user's tensors (running statistics, counters), and where its random generators stood, is saved
+first and put back if the step does not get that far.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Executor:
         self._drawn_from = generators_of(self.program)
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
-        self.committing = False  #: the update of the last step was begun
+        self.committing = False  #: the last step has begun to write what is updated
         self._undo: Callable[[], None] = _nothing
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
@@ -144,7 +144,11 @@ class Executor:
         raise NotImplementedError
 
     def _update_(self, batch: list[torch.Tensor], scalars: Sequence[float]) -> None:
+        """Calls `commits_` before it first writes something of the user's."""
         raise NotImplementedError
+
+    def commits_(self) -> None:
+        self.committing = True
 
     # -- the transaction -------------------------------------------------------------------------------------------
 
@@ -186,11 +190,11 @@ class Executor:
             instead = reduced() if reduced is not None else None
             updates = instead is None and (skips is None or not skips())
             step.commit()
-            self.committing = True
             if updates:
                 self._update_(batch, scalars)
             finish = instead or finish
             if finish is not None:
+                self.commits_()
                 self._leave_()
                 torch._C._set_grad_enabled(mode)
                 finish()

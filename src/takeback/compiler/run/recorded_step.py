@@ -16,11 +16,12 @@ from takeback.compiler.capture.subject import Subject
 from takeback.compiler.passes.siblings import are_siblings
 from takeback.compiler.run.eager import Batch, Recipe, clip_
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.inductor import in_a_line
 from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import Measure
 from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
-from takeback.compiler.run.room import Vigil
+from takeback.compiler.run.room import Vigil, is_out_of_memory
 from takeback.compiler.run.snapshot import Snapshot
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
@@ -93,10 +94,18 @@ class RecordedStep:
                 group.commit_()
             if not self.revocable:
                 step.done()
+                step.on_abort(recipe.drop_grads_)
             try:
                 then(got, sibling)
             except CaptureError as error:  # which says of a step that it was not made
                 raise PlanError(f"the step was made, but no plan of it: {error}") from error
+            except (RuntimeError, MemoryError) as error:
+                if self.revocable or not is_out_of_memory(error):
+                    raise
+                raise PlanError(
+                    f"the step was made, but no plan of it, for which there is no memory ({in_a_line(error)}). Do not "
+                    f"make this step again; the next call records anew."
+                ) from error
             if not keep_grads:
                 recipe.drop_grads_()
         return Results(got.loss.clone(), got.aux, got.has_aux, norm)
