@@ -76,8 +76,8 @@ def test_has_eagers_bits(case: Case, memory: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"clip_norm": 0.1}, {"accumulate": 2}, {"keep_grads": False}, {"keep_grads": False, "update": "early"}],
-    ids=["clip", "accumulate", "no gradients", "early"],
+    [{"clip_norm": 0.1}, {"accumulate": 2}, {"keep_grads": False}],
+    ids=["clip", "accumulate", "no gradients"],
 )
 def test_options_have_eagers_bits(settings: dict[str, Any]) -> None:
     trained(Case(mlp, labelled, rows), **settings)
@@ -147,7 +147,7 @@ class Reads(nn.Module):
         self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * (2.0 if float(x.shape[0] + self.inner[0].weight.sum() * 0) > 1 else 1.0)
+        return self.inner(x) * (2.0 if float(x.detach().square().sum()) > 1 else 1.0)
 
 
 def checkpointed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -159,11 +159,12 @@ def checkpointed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     [
         (Case(Reads, labelled, rows), "reads a value into Python"),
         (Case(mlp, checkpointed, rows), "the random state is saved and restored"),
+        (Case(mlp, labelled, rows, settings={"update": "early", "keep_grads": False}), "the update is made early"),
     ],
-    ids=["item", "checkpoint"],
+    ids=["item", "checkpoint", "early"],
 )
 def test_what_cannot_be_captured_says_why_and_runs(case: Case, why: str) -> None:
-    step = train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, ALWAYS))
+    step = train_both(Case(case.build, case.loss_fn, case.draw, case.optimizer, {**ALWAYS, **case.settings}))
     assert why in state(step)
     assert any(why in note for note in step.report().notes)
 
@@ -213,3 +214,23 @@ def test_its_memory_goes_with_the_step() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
+def test_a_capture_that_fails_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel may not do while it is captured, and an error in between: random numbers go on as before."""
+    case = Case(mlp, labelled, rows, settings=ALWAYS)
+    begun = torch.cuda.graph.__enter__
+
+    def enter(self: torch.cuda.graph) -> None:
+        begun(self)
+        torch.cuda.current_stream().synchronize()  # not permitted there: the capture is spoilt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.graph, "__enter__", enter)
+        step = train_both(case)
+    assert "it cannot be captured" in state(step)
+    torch.manual_seed(0)
+    first = torch.rand(4, device=DEVICE)
+    torch.manual_seed(0)
+    assert torch.equal(first, torch.rand(4, device=DEVICE))
+    train_both(case)

@@ -21,11 +21,11 @@ from takeback.compiler.program import Op, Program
 from takeback.flat import cut
 from takeback.flat import lay_out as lay_out_flat
 
-EXACT = ("functionalize", "move", "chunk_loss", "reduce", "advance", "recompute", "overwrite", "pack")
+EXACT = ("unread", "functionalize", "move", "chunk_loss", "reduce", "advance", "recompute", "overwrite", "pack")
 FUSING = ("fuse", "gather", "shadow", "postpone")
-NAMES = (*EXACT[:2], "align", "pool", "chunk_loss", "chunk_head", *EXACT[3:5], *FUSING, "recompute", "join", *EXACT[6:])
+NAMES = (*EXACT[:3], "align", "pool", "chunk_loss", "chunk_head", *EXACT[4:6], *FUSING, "recompute", "join", *EXACT[7:])
 ONLY_FAST = frozenset(("align", "pool", "chunk_head", *FUSING, "join"))
-ELSEWHERE = frozenset(("align", "pool", "gather", "shadow", "postpone", "join"))  #: test_align.py, test_shadow.py
+ELSEWHERE = frozenset(("unread", "align", "pool", "gather", "shadow", "postpone", "join"))  #: test_align.py ...
 
 
 class Net(nn.Module):
@@ -175,4 +175,4 @@ def test_a_stage_before_which_to_stop_is_not_run(program: Program) -> None:
 
     draft = run_passes(program, before=overwrite)
     assert draft.placements == {}
-    assert draft.passes == ("functionalize", "move", "chunk_loss")
+    assert draft.passes == ("unread", "functionalize", "move", "chunk_loss")

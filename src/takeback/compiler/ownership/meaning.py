@@ -7,6 +7,7 @@ that reads another operand, or comes before a write that it must come after, mak
 
 Of the passes it knows what each may change without changing a value, and shares no code with them:
 
+    unread                      what follows from numbers alone is the same in every step, whoever reads it
     functionalize, chunk_loss   an op has one name, whether it returns its result or writes it into bytes that are given
     move                        a copy is the value it is a copy of
     chunk_loss                  the backward of a loss treats each row by itself, so rows of the result are all of it

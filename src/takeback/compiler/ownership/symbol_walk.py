@@ -15,6 +15,7 @@ from takeback.compiler.ownership.contents import Contents, Symbol, SymbolTable, 
 from takeback.compiler.ownership.facts import COPY, EMPTY, FILL
 from takeback.compiler.program import (
     Argument,
+    BufferId,
     HyperScalar,
     Number,
     Op,
@@ -22,6 +23,7 @@ from takeback.compiler.program import (
     Phase,
     Program,
     Region,
+    Role,
     Special,
     regions,
 )
@@ -58,7 +60,8 @@ class SymbolWalk:
     def __init__(self, table: SymbolTable, program: Program, *, fills: bool = False) -> None:
         self.program, self.contents = program, Contents(table, program.buffers)
         self.random: dict[object, Symbol] = {}  #: by generator: its state, where it is not as it was
-        self.held: list[Symbol] = []  #: what was read into Python
+        self.held: list[Symbol] = []  #: what was read into Python, and might be another value in another step
+        self._varies: set[BufferId] = {b for b, buffer in program.buffers.items() if buffer.role is not Role.INTERNAL}
         self.made: list[tuple[Symbol, Op]] = []
         self._table, self._fills = table, fills
         self._saved: dict[object, Symbol] = {}
@@ -84,6 +87,7 @@ class SymbolWalk:
         if facts.is_empty:
             for region in op.outputs:
                 self.contents.forget(region.buffer)
+                self._varies.add(region.buffer)  # until it is written, whatever is there
         else:
             self._run(op, facts)
 
@@ -141,7 +145,8 @@ class SymbolWalk:
         whole = self._by_rows(op, facts) if facts.by_rows else None
         made, rows = whole if whole is not None else (self._expression(op, facts, operands), None)
         self.made.append((made, op))
-        if op.expected is not None:
+        given_by_numbers = self._follows_from_numbers(op, facts)
+        if op.expected is not None and not given_by_numbers:
             self.held.append(made)
         if facts.copies and self._copied_whole(op):
             return
@@ -165,6 +170,18 @@ class SymbolWalk:
             self.contents.write(region, symbol)
             if rows is not None:
                 self._join_rows(region, rows)
+
+    def _follows_from_numbers(self, op: Op, facts: _TargetFacts) -> bool:
+        """Whether an op gives the same in every step; what it writes varies, or not, from here on."""
+        reads = {r.buffer for r in op.inputs} | set(op.mutates)
+        anew = any(isinstance(a, Number) for a in (*op.args, *op.kwargs.values()))
+        same = not (facts.draws or anew or not facts.name.startswith("aten.") or reads & self._varies)
+        for b in (*op.mutates, *(r.buffer for r in op.outputs)):
+            if not same:
+                self._varies.add(b)
+            elif b not in reads:
+                self._varies.discard(b)
+        return same
 
     def _alone(self, op: Op, facts: _TargetFacts, given: list[tuple[str, Argument]], place: object) -> Symbol:
         """A result of an op that is told which ones to give: each is the same, whatever else is asked for."""

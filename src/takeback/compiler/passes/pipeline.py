@@ -29,6 +29,7 @@ from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
 from takeback.compiler.passes.reduce import Sharing, reduce
 from takeback.compiler.passes.shadow import shadow
+from takeback.compiler.passes.unread import unread
 from takeback.compiler.program import BufferId, Program
 
 _KEEP = Keep()
@@ -119,6 +120,7 @@ def _idle_pack(settings: PassSettings) -> str | None:
 
 
 PIPELINE: tuple[Stage, ...] = (
+    Stage(unread),
     Stage(functionalize),
     Stage(move),
     Stage(align, idle=_idle_align, rewrites=True),

@@ -179,8 +179,8 @@ class AllocatorExecutor(Executor):
         )
 
     def uncapture_(self) -> None:
-        if self._graphed is not None and self._graphed.captured:
-            self._graphed.release_()
+        if self._graphed is not None:
+            self._graphed.rest_()
 
     @property
     def graph(self) -> str:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from takeback.compiler.program import Argument, Number, Op, Program, Special
+from takeback.compiler.program import Number, Op, Phase, Program, Special
 from takeback.compiler.run.kernels import NOT_USED_YET, Kernels
 from takeback.compiler.run.proof import Measure, differing, in_words, keep
 from takeback.compiler.run.room import is_out_of_memory
@@ -28,6 +29,7 @@ Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Named = Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
 
 HOST_BOUND = 0.8  #: of the device's time, that the host takes for it: with less, the device hardly waits
+_SEEDS = 2  #: numbers
 _TIMED = 4  #: steps that are timed; the first of them is not counted
 
 CAPTURED = "forward and backward are one CUDA graph"
@@ -41,14 +43,14 @@ class GraphSettings:
 
     ask: str  #: "auto", "always" or "never"
     measure: Measure
-    _pool: list[tuple[int, int]] = field(default_factory=list)
+    captured: weakref.WeakSet[GraphedCompute] = field(default_factory=weakref.WeakSet)
 
-    @property
     def pool(self) -> tuple[int, int]:
-        """Replays of a step follow one another, so its graphs may use the same bytes."""
-        if not self._pool:
-            self._pool.append(torch.cuda.graph_pool_handle())
-        return self._pool[0]
+        """Replays of a step follow one another, so its graphs may use the same bytes. With the last graph in it, a pool
+        is gone."""
+        return next((pool for each in self.captured if (pool := each.pool) is not None), None) or (
+            torch.cuda.graph_pool_handle()
+        )
 
 
 def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
@@ -58,15 +60,15 @@ def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
             return "the random state is saved and restored inside, as torch.utils.checkpoint does"
         if op.expected is not None:
             return f"{op.name} reads a value into Python"
-        if any(isinstance(a, Number) for a in _leaves((op.args, tuple(op.kwargs.values())))):
+        if any(isinstance(a, Number) for a in (*op.args, *op.kwargs.values())):
             return f"{op.name} is given a number that is read anew in each step"
-        if any(program.buffers[r.buffer].device for r in (*op.inputs, *op.outputs)):
+        elsewhere = [r for r in (*op.inputs, *op.outputs) if program.buffers[r.buffer].device]
+        # Attention says on the host where its dropout begins; while it is captured, on the device.
+        if elsewhere and not ("_scaled_dot_product" in op.name and all(r.numel <= _SEEDS for r in elsewhere)):
             return f"{op.name} works on tensors that are not on the GPU"
+    if any(op.phase is not Phase.UPDATE for op in program.ops[len(computed) :]):
+        return "the update is made early, in between"
     return None
-
-
-def _leaves(arg: Argument | tuple[object, ...]) -> list[object]:
-    return [leaf for each in arg for leaf in _leaves(each)] if isinstance(arg, tuple) else [arg]
 
 
 class GraphedCompute:
@@ -96,19 +98,31 @@ class GraphedCompute:
         self._inputs: list[torch.Tensor] = []
         self._given: list[torch.Tensor] = []
         self._changes = -1
+        self._rests = False
 
     @property
     def captured(self) -> bool:
         return self._graph is not None
 
-    def release_(self) -> None:
-        """Gives the graph's memory back; the next call captures again."""
+    @property
+    def pool(self) -> tuple[int, int] | None:
+        return self._graph.pool() if self._graph is not None else None
+
+    def rest_(self) -> None:
+        """Gives the graph's memory back, and computes as before once; the call after that captures again."""
+        self._rests = self.captured
+        self._release_()
+
+    def _release_(self) -> None:
         self._graph, self._inputs, self._given = None, [], []
 
     def __call__(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._graph is not None and self._changes == self._kernels.changes:
             return self._replayed(self._graph, batch)
-        self.release_()
+        self._release_()
+        if self._rests:
+            self._rests = False
+            return self._compute(batch)
         if not self._decided:
             self._decide_()
         if self._wanted and not any(kernel.note == NOT_USED_YET for kernel in self._own):
@@ -161,7 +175,7 @@ class GraphedCompute:
             why = f"{wrong[0]} {in_words(self._settings.measure)} in its first replay"
             self._put_back_()
         self.note, self._wanted = why, False
-        self.release_()
+        self._release_()
         return self._compute(batch)
 
     def _try(self, batch: Sequence[torch.Tensor]) -> str | None:
@@ -172,18 +186,26 @@ class GraphedCompute:
         if any(t.device.type != "cuda" for t in batch):
             return "a batch tensor is not on the GPU"
         graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
+        drawn = [generator for generator in self._generators if generator.device.type == "cuda"]
+        for generator in drawn:
+            graph.register_generator_state(generator)
+        # A capture that fails leaves the generators in the middle of it, the default one in any case.
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        clean = [(generator, generator.clone_state()) for generator in {id(g): g for g in (default, *drawn)}.values()]
         # A workspace of cuBLAS that lies in the pool must not be used from outside of it, nor another one inside.
         torch._C._cuda_clearCublasWorkspaces()  # checked on 2.11 and 2.13
         try:
-            with torch.cuda.graph(graph, pool=self._settings.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._settings.pool(), capture_error_mode="thread_local"):
                 held = self._compute(list(inputs))
-        except RuntimeError as error:
+        except BaseException as error:
+            for generator, state in clean:
+                generator.graphsafe_set_state(state.graphsafe_get_state())
+            if not isinstance(error, RuntimeError):
+                raise
             said = str(error).strip().partition("\n")[0]
             return "there is no memory for its pool" if is_out_of_memory(error) else f"it cannot be captured ({said})"
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         self._graph, self._inputs, self._given = graph, inputs, held
+        self._settings.captured.add(self)
         return None
