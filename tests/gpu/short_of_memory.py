@@ -139,6 +139,7 @@ class Twins:
         self.device, self.near = device, NEAR if (device, mode) == ("cuda", "fast") else 0.0
         self.model, self.twin = model_for(device), model_for(device)
         self.optimizer, self.twins = optimizer(self.model.parameters()), optimizer(self.twin.parameters())
+        settings.setdefault("graphs", "never")  # of which memory is asked once, and not by each kernel in each step
         self.step = tb.compile_step(self.model, labelled, self.optimizer, mode=mode, **settings)
         self.step._maker.home, self.step._maker.native = Home.ALLOCATOR, None
         self.recipe = {k: v for k, v in settings.items() if k in ("clip_norm", "accumulate")}
@@ -213,6 +214,7 @@ class Twins:
     def _alike(self, mine: Tensor, theirs: Tensor) -> bool:
         if not self.near or not theirs.is_floating_point():
             return same(mine, theirs)
+        mine, theirs = mine.detach(), theirs.detach()
         return float((mine - theirs).norm()) <= self.near * float(theirs.norm()) + 1e-6
 
     def take(self, steps: int = 1, count: int = 32) -> None:

@@ -12,8 +12,10 @@ with eager again. That is why device-bound steps are not captured: they would ga
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ import torch
 
 from takeback.compiler.program import Number, Op, Phase, Program, Special
 from takeback.compiler.run.kernels import NOT_USED_YET, Kernels
-from takeback.compiler.run.proof import Measure, differing, in_words, keep
+from takeback.compiler.run.proof import Kept, Measure, differing, in_words, keep
 from takeback.compiler.run.room import is_out_of_memory
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
@@ -33,6 +35,7 @@ _SEEDS = 2  #: numbers
 _TIMED = 4  #: steps that are timed; the first of them is not counted
 
 CAPTURED = "forward and backward are one CUDA graph"
+_WAITED = "synchronizing CUDA operation"  #: in torch's warning of it
 WAITS = "it has not been decided yet"
 DEVICE_BOUND = "the device takes longer to run its kernels than the host to launch them"
 
@@ -98,6 +101,7 @@ class GraphedCompute:
         self._inputs: list[torch.Tensor] = []
         self._given: list[torch.Tensor] = []
         self._changes = -1
+        self._proved_at = -1  #: the change of the step's kernels that was compared
         self._rests = False
 
     @property
@@ -161,51 +165,95 @@ class GraphedCompute:
     # -- capturing -------------------------------------------------------------------------------------------------
 
     def _capturing(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The step, computed as before and by the graph, from the same state."""
-        expected = keep(self._settings.measure, self._named(self._compute(batch)))
-        self._put_back_()
+        """The step, computed as before and by the graph, from the same state; by the graph alone, where these kernels
+        have been compared before."""
+        expected: dict[str, Kept] | None = None
+        if self._proved_at != self._kernels.changes:
+            held = self._watched(batch)
+            if held is None:
+                return self._given_up(batch, "it waits for the device")
+            expected = keep(self._settings.measure, self._named(held))
+            del held
+            self._put_back_()
         why = self._try(batch)
         if why is None:
             assert self._graph is not None
             given = self._replayed(self._graph, batch)
-            wrong = differing(self._settings.measure, expected, self._named(given))
+            wrong = differing(self._settings.measure, expected, self._named(given)) if expected is not None else ()
             if not wrong:
                 self.note, self._changes = None, self._kernels.changes
+                self._proved_at = self._changes
+                del expected
+                torch.cuda.empty_cache()  # what was computed besides: the graph has its own
                 return given
             why = f"{wrong[0]} {in_words(self._settings.measure)} in its first replay"
-            self._put_back_()
+        return self._given_up(batch, why)
+
+    def _given_up(self, batch: list[torch.Tensor], why: str) -> list[torch.Tensor]:
         self.note, self._wanted = why, False
         self._release_()
+        self._put_back_()
         return self._compute(batch)
 
+    def _watched(self, batch: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Computes as before; None where something waits for the device, which cannot be captured."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")  # not "error": other threads may wait, too
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                held = self._compute(batch)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return held if not any(_WAITED in str(each.message) for each in said) else None
+
     def _try(self, batch: Sequence[torch.Tensor]) -> str | None:
-        """None if it is captured; else why it cannot be."""
+        """None if it is captured; else why it cannot be, and all is as before."""
         inputs = [t.clone() for t in batch]
         if any(mine.stride() != given.stride() for mine, given in zip(inputs, batch, strict=True)):
             return "a batch tensor has strides that a copy of it has not"
         if any(t.device.type != "cuda" for t in batch):
             return "a batch tensor is not on the GPU"
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._settings.pool()
         drawn = [generator for generator in self._generators if generator.device.type == "cuda"]
         for generator in drawn:
             graph.register_generator_state(generator)
-        # A capture that fails leaves the generators in the middle of it, the default one in any case.
         default = torch.cuda.default_generators[torch.cuda.current_device()]
         clean = [(generator, generator.clone_state()) for generator in {id(g): g for g in (default, *drawn)}.values()]
+        torch.cuda.synchronize()
         # A workspace of cuBLAS that lies in the pool must not be used from outside of it, nor another one inside.
         torch._C._cuda_clearCublasWorkspaces()  # checked on 2.11 and 2.13
+        torch.cuda.empty_cache()
         try:
-            with torch.cuda.graph(graph, pool=self._settings.pool(), capture_error_mode="thread_local"):
-                held = self._compute(list(inputs))
+            held = self._captured_on_a_stream(graph, pool, inputs)
         except BaseException as error:
+            # It leaves the generators and the allocator in the middle of it.
             for generator, state in clean:
                 generator.graphsafe_set_state(state.graphsafe_get_state())
+            with contextlib.suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             if not isinstance(error, RuntimeError):
                 raise
-            said = str(error).strip().partition("\n")[0]
-            return "there is no memory for its pool" if is_out_of_memory(error) else f"it cannot be captured ({said})"
+            no_room = "there is no memory for its pool"
+            return no_room if is_out_of_memory(error) else f"it cannot be captured ({_first_line(error)})"
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         self._graph, self._inputs, self._given = graph, inputs, held
         self._settings.captured.add(self)
         return None
+
+    def _captured_on_a_stream(
+        self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int], inputs: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Not torch.cuda.graph(), which stays on its stream when a capture fails."""
+        with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a graph is empty, where its first kernel fails
+            graph.capture_begin(pool, capture_error_mode="thread_local")  # other threads may load data meanwhile
+            try:
+                return self._compute(list(inputs))
+            finally:
+                graph.capture_end()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().partition("\n")[0]
