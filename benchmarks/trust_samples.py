@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
@@ -64,12 +64,13 @@ A step with {elements:,} elements in one buffer (2^31 are {limit:,}) and an aren
 torch {torch}, Python {python}, {device}, {threads} threads, {seconds} s.
 """
 
-_GPU = """## A training on a GPU
+_GPU = """## Trainings on a GPU
 
-{steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast beside eager, on the same batches, from the same weights
-and seed, and two more of eager's with other seeds for dropout. Distances of loss curves, in means of a hundredth part
-of the way each: takeback from eager {ours:.4f}, eager's seeds from one another {least:.4f} to {most:.4f}. Growth from
-the second quarter to the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}, {seconds} s.
+{steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast and in eager, on the same batches from the same weights,
+each with {seeds} seeds for dropout. The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a
+hundredth part of the way); of all ways to deal the same {curves} curves into two groups, {chance:.0%} are as far apart or
+further. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. Most growth from the second quarter to
+the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
 """
 
 
@@ -167,16 +168,19 @@ def big(found: Mapping[str, Any]) -> str:
 
 
 def gpu(found: Mapping[str, Any]) -> str:
-    noise: Sequence[float] = found["distances between eager's seeds"]
-    growth = found["growth from the second quarter to the last"]
+    ours = [each for each in found["trainings"] if each["system"] == "takeback"]
+    growth = {name: max(each["growth"][name] for each in ours) for name in ours[0]["growth"]}
+    last = {system: ", ".join(f"{loss:.3f}" for loss in losses) for system, losses in found["last tenth"].items()}
     return _GPU.format(
         steps=found["steps"],
         shape=" x ".join(map(str, found["rows and length"])),
+        seeds=len(ours),
+        curves=len(found["trainings"]),
         ours=found["distance from eager"],
-        least=min(noise),
-        most=max(noise),
+        chance=found["groupings of the same curves that are as far apart"],
+        last_ours=last["takeback"],
+        last_eager=last["eager"],
         growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()),
         date=found["date"],
-        seconds=found["seconds"]["all"],
         **{k: found["machine"][k] for k in ("torch", "device")},
     )

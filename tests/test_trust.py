@@ -80,20 +80,27 @@ def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(str(RESULTS.parent))
     import soak_gpu
 
+    ours = {"system": "takeback", "seed": 0, "plans made": 1}
     fine = {
         "steps": 20,
         "of": 20,
-        "distance from eager": 0.01,
-        "distances between eager's seeds": [0.01, 0.02],
-        "growth from the second quarter to the last": {"device MiB": 0.0, "host MiB": 3.0, "objects": 2},
-        "plans made": 1,
+        "groupings of the same curves that are as far apart": 0.4,
+        "trainings": [ours | {"growth": {"device MiB": 0.0, "host MiB": 3.0, "objects": 2}}],
     }
     assert soak_gpu.problems(fine) == []
     growth = {"device MiB": 9.0, "host MiB": 99.0, "objects": 9999}
-    bad = {"steps": 10, "distance from eager": 0.05, "growth from the second quarter to the last": growth}
-    assert len(soak_gpu.problems(fine | bad | {"plans made": 2})) == 6
-    assert soak_gpu.distance([1.0, 2.0], [1.0, 2.0]) == 0.0
-    assert soak_gpu.distance([1.0, 2.0], [2.0, 3.0]) == 1.0
+    bad = {"steps": 10, "groupings of the same curves that are as far apart": 0.03}
+    bad |= {"trainings": [ours | {"growth": growth, "plans made": 2}]}
+    assert len(soak_gpu.problems(fine | bad)) == 6
+    assert soak_gpu.distance([[1.0, 2.0]], [[1.0, 1.0], [1.0, 3.0]]) == 0.0
+    assert soak_gpu.distance([[1.0, 2.0]], [[2.0, 3.0]]) == 1.0
+    apart = [[1.0], [1.1], [1.2], [2.0], [2.1], [2.2]]
+    assert soak_gpu.by_chance(apart, 3) == (
+        pytest.approx(1.0),
+        2 / 20,
+    )  # this grouping, and the same the other way round
+    mixed = [apart[i] for i in (0, 3, 1, 4, 2, 5)]
+    assert soak_gpu.by_chance(mixed, 3)[1] > 0.5
 
 
 @pytest.mark.slow

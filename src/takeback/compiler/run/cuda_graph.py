@@ -175,7 +175,8 @@ class GraphedCompute:
             expected = keep(self._settings.measure, self._named(held))
             del held
             self._put_back_()
-        why = self._try(batch)
+        with torch.cuda.device(self._kernels.device):
+            why = self._try(batch)
         if why is None:
             assert self._graph is not None
             given = self._replayed(self._graph, batch)
