@@ -189,9 +189,7 @@ def problems(found: dict[str, Any]) -> list[str]:
         said.append(f"the time was up after {found['steps']} steps")
     chance = found["groupings of the same curves that are as far apart"]
     if chance < CHANCE:
-        said.append(
-            f"the losses differ from eager's by more than chance: {chance:.3f} of all groupings are as far apart"
-        )
+        said.append(f"the losses differ from eager's: only {chance:.3f} of all groupings are as far apart")
     for each in (each for each in found["trainings"] if each["system"] == "takeback"):
         for name, limit in {**{f"{k} MiB": v for k, v in MOST_MIB.items()}, "objects": MOST_OBJECTS}.items():
             if each["growth"].get(name, 0) > limit:

@@ -98,9 +98,8 @@ def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.Mon
     assert soak_gpu.by_chance(apart, 3) == (
         pytest.approx(1.0),
         2 / 20,
-    )  # this grouping, and the same the other way round
-    mixed = [apart[i] for i in (0, 3, 1, 4, 2, 5)]
-    assert soak_gpu.by_chance(mixed, 3)[1] > 0.5
+    )  # also the other way round
+    assert soak_gpu.by_chance([[1.0], [2.0], [1.1], [1.9]], 2)[1] == 1.0
 
 
 @pytest.mark.slow
