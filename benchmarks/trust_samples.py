@@ -68,9 +68,9 @@ _GPU = """## Trainings on a GPU
 
 {steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast and in eager, on the same batches from the same weights,
 each with {seeds} seeds for dropout. The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a
-hundredth part of the way); of all ways to deal the same {curves} curves into two groups, {chance:.0%} are as far apart
-or further. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. Most growth from the second quarter to
-the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
+hundredth part of the way); of all ways to deal the {curves} curves into two groups, {chance:.0%} are as far apart
+or further. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. Most growth from the second quarter
+to the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
 """
 
 
