@@ -51,7 +51,7 @@ from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.replayer import Replayer
-from takeback.compiler.run.room import is_out_of_memory
+from takeback.compiler.run.room import is_out_of_memory, what_it_said
 from takeback.compiler.run.turn import Turn
 from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError, NoRoomError
@@ -249,7 +249,7 @@ class CompiledStep:
         except (RuntimeError, MemoryError) as error:
             if begun or not is_out_of_memory(error):
                 raise
-            return str(error).strip().partition("\n")[0]
+            return what_it_said(error)
 
     def _waits(self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor]) -> str | None:
         """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
@@ -361,7 +361,7 @@ class CompiledStep:
             except (RuntimeError, MemoryError) as error:
                 if micro is not None or begun or not is_out_of_memory(error):
                     raise
-                refused = str(error).strip().partition("\n")[0]
+                refused = what_it_said(error)
         if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
             return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm

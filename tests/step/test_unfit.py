@@ -26,7 +26,7 @@ from harness import Case, adamw, assert_same, sgd, state_of, train_both
 from takeback import zoo
 from takeback.compiler.planning import sums_up
 from takeback.compiler.run import foreseen_step, recorded_step, verify
-from takeback.compiler.run.room import OutOfRoom, Vigil
+from takeback.compiler.run.room import OutOfRoom, Vigil, what_it_said
 from takeback.errors import NoRoomError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -350,3 +350,11 @@ def test_process_with_far_too_little_memory_is_told_what_is_short() -> None:
     said = limited(12, "auto", "exact", EXPECT="NoRoomError")
     assert "short. No memory= goes below" in said
     assert "Nothing has been changed" in said
+
+
+def test_what_a_gpu_says_when_it_has_no_memory_is_cut_short() -> None:
+    told = (
+        "CUDA out of memory. Tried to allocate 6.14 GiB. GPU 0 has a total capacity of 139.80 GiB of which 99 is free."
+    )
+    assert what_it_said(torch.OutOfMemoryError(told)) == "CUDA out of memory. Tried to allocate 6.14 GiB"
+    assert what_it_said(RuntimeError("not enough memory: you tried to\nmore")) == "not enough memory: you tried to"

@@ -25,7 +25,7 @@ import torch
 from takeback.compiler.program import Number, Op, Phase, Program, Special
 from takeback.compiler.run.kernels import NOT_USED_YET, Kernels
 from takeback.compiler.run.proof import Kept, Measure, differing, in_words, keep
-from takeback.compiler.run.room import is_out_of_memory
+from takeback.compiler.run.room import is_out_of_memory, what_it_said
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Named = Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
@@ -236,7 +236,7 @@ class GraphedCompute:
             if not isinstance(error, RuntimeError):
                 raise
             no_room = "there is no memory for its pool"
-            return no_room if is_out_of_memory(error) else f"it cannot be captured ({_first_line(error)})"
+            return no_room if is_out_of_memory(error) else f"it cannot be captured ({what_it_said(error)})"
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         self._graph, self._inputs, self._given = graph, inputs, held
@@ -254,7 +254,3 @@ class GraphedCompute:
                 return self._compute(list(inputs))
             finally:
                 graph.capture_end()
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().partition("\n")[0]

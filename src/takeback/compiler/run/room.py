@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 
 _LOOK_EVERY = 1 << 26  #: bytes that a recording makes between two looks at what is left
 _LEFT = 0.01  #: of all there is: less is as good as nothing
+_ASKED = re.compile(r".*?Tried to allocate [0-9.]+ [A-Za-z]+")
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
 
 
@@ -40,6 +42,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _WORDS)
+
+
+def what_it_said(error: BaseException) -> str:
+    """The first line of an error, without the account of the whole GPU that torch adds when it has no memory."""
+    line = str(error).strip().partition("\n")[0]
+    asked = _ASKED.match(line)
+    return asked[0] if asked is not None else line
 
 
 def room_on(device: torch.device) -> Room | None:
