@@ -195,8 +195,8 @@ def build_report(
     )
 
 
-def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device) -> str:
-    """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of."""
+def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device, more: str = "") -> str:
+    """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of. `more`: what else is to be said of the device."""
     usual = Options()
     said = [f"memory={_shown(options.memory)}"]
     mode = options.mode_on(device.type)
@@ -205,7 +205,7 @@ def title_of(model: torch.nn.Module, made_for: str, options: Options, device: to
     settings = [(name, getattr(options, name)) for name in ("update", "accumulate", "clip_norm", "keep_grads")]
     said += [f"{name}={_shown(value)}" for name, value in settings if value != getattr(usual, name)]
     said += [f"{name}=..." for name in ("scaler", "group") if getattr(options, name) is not None]
-    return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}"
+    return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}{more}"
 
 
 def _shown(value: object) -> str:
