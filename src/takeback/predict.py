@@ -33,7 +33,7 @@ from takeback.compiler.passes.pipeline import PIPELINE
 from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.execution import Execution
-from takeback.compiler.run.gpu_table import GPUS, MIB, Gpu, gpu_named
+from takeback.compiler.run.gpu_table import GPUS, MEASURED_ON, MIB, Gpu, gpu_named
 from takeback.errors import OptionError
 from takeback.options import Options, parse_bytes
 from takeback.tracing import Traced, TracedStep, cost_on, half_of, planned
@@ -60,8 +60,8 @@ def predict(
 ) -> Report:
     """The `Report` that `compile_step` would give for this batch. Keywords it does not know go to loss_fn.
 
-    `device="cuda"` with `gpu="H200"`, `"A100-80GB"`, `"RTX 4090"` ...: the report for that GPU, which need not be there;
-    model and batch may be on the CPU or on the meta device. Kernels are those that torch chooses on an H200.
+    `device="cuda"` with `gpu="H200"`, `"A100-80GB"`, `"RTX 4090"` ...: the report for that GPU, which need not be
+    there; model and batch may be on the CPU or on the meta device. Kernels are those that torch chooses on an H200.
 
     A step that asks "am I being traced?" may show another program to fake tensors than it runs; the report of a
     compiled step is the truth.
@@ -116,14 +116,14 @@ def _name(card: Gpu | None) -> str:
 def _notes(card: Gpu | None) -> Iterator[str]:
     if card is None:
         return
-    if card.name != "H200":
+    if card.name != MEASURED_ON:
         yield (
-            f"kernel choices are the H200's: which kernels torch runs was taken from there, and on the {card.name} "
-            f"some may be others, with other values kept for the backward. Times are from data sheets."
+            f"kernel choices are the {MEASURED_ON}'s: which kernels torch runs was taken from there, and on the "
+            f"{card.name} some may be others, with other values kept for the backward. Times are from data sheets."
         )
     yield (
-        f"predicted without the GPU: what kernels take inside is estimated, convolutions are taken to take nothing, and "
-        f"{card.workspace_bytes // MIB} MiB are counted for the workspaces of cuBLAS."
+        f"predicted without the GPU: what kernels take inside is estimated, convolutions are taken to take nothing, "
+        f"and {card.workspace_bytes // MIB} MiB are counted for the workspaces of cuBLAS."
     )
 
 
@@ -232,8 +232,8 @@ def frontier(
 def _check_exact(options: Options, card: Gpu | None) -> None:
     if card is None and options.is_fast("cpu"):
         raise OptionError(
-            "mode='fast' cannot be predicted for the CPU: what generated kernels take for themselves is known when they are "
-            "compiled. Compile the step, run it a few times and read its report, or predict with mode='exact'."
+            "mode='fast' cannot be predicted: on a CPU, what generated kernels take for themselves is known when they "
+            "are compiled. Compile the step, run it a few times and read its report, or predict with mode='exact'."
         )
 
 

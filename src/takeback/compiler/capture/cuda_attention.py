@@ -19,7 +19,7 @@ _MOST_CUDNN, _MOST_FLASH = 128, 256  #: elements of a head
 
 @contextlib.contextmanager
 def chosen_attention() -> Iterator[None]:
-    """In here, on CUDA, `scaled_dot_product_attention` is what `_attention` makes of it: below autocast, above autograd."""
+    """In here `scaled_dot_product_attention` on CUDA is `_attention`: below autocast, and above autograd."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
     try:
@@ -49,13 +49,13 @@ def _attention(
         made = aten._scaled_dot_product_cudnn_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, False, scale=scale
         )
-        return made[0]  # type: ignore[no-any-return]
+        return made[0]
     if kind == "flash":
         width = query.shape[-1]
         scale = width**-0.5 if scale is None else scale
         padded = [_padded(t, 8) for t in (query, key, value)]
         made = aten._scaled_dot_product_flash_attention(*padded, dropout_p, is_causal, False, scale=scale)
-        return made[0][..., :width] if width % 8 else made[0]  # type: ignore[no-any-return]
+        return made[0][..., :width] if width % 8 else made[0]
     if kind == "efficient":
         if mask is not None:
             rows, columns = query.shape[-2], key.shape[-2]
@@ -64,11 +64,11 @@ def _attention(
         made = aten._scaled_dot_product_efficient_attention(
             query, key, value, mask, keeps, dropout_p, is_causal, scale=scale
         )
-        return made[0]  # type: ignore[no-any-return]
+        return made[0]
     made = aten._scaled_dot_product_attention_math(
         query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
     )
-    return made[0]  # type: ignore[no-any-return]
+    return made[0]
 
 
 def choice(
@@ -101,7 +101,8 @@ def choice(
     ):
         return "cudnn"
     square = query.shape[2] == key.shape[2]
-    if cuda.flash_sdp_enabled() and half and alike and width <= _MOST_FLASH and mask is None and (square or not is_causal):
+    plain = mask is None and (square or not is_causal)
+    if cuda.flash_sdp_enabled() and half and alike and width <= _MOST_FLASH and plain:
         return "flash"
     aligned = 8 if half else 4
     fits = width == key.shape[-1] and width % aligned == 0 and value.shape[-1] % aligned == 0

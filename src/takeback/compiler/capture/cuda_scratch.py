@@ -50,7 +50,7 @@ def _attention_backward(op: Op) -> int:
     summed = batch * heads * rows * (_up(width, 32) + 1) * 4
     if key.shape[1] == heads:
         return summed
-    return summed + batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * query.dtype.itemsize
+    return summed + batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * int(query.dtype.itemsize)
 
 
 def _efficient_backward(op: Op) -> int:

@@ -24,7 +24,7 @@ from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
 _FakeTensor = _subclasses.FakeTensor
-_ELSEWHERE = "Unhandled FakeTensor Device Propagation"  #: checked on 2.11 and 2.13
+_ELSEWHERE = ("FakeTensor Device Propagation", "to be on the same device")  #: as 2.11 and 2.13 say it
 
 
 def _line_of(trace: TracebackType | None) -> str:
@@ -86,9 +86,13 @@ class FakeWorld:
                 f"{error.func} has no fake kernel, so its result's shape is not known without running it. Register one "
                 f"with torch.library.register_fake, or compile and run the step."
             ) from error
-        if self._device is not None and isinstance(error, RuntimeError) and _ELSEWHERE in str(error):
+        if (
+            self._device is not None
+            and isinstance(error, RuntimeError)
+            and any(text in str(error) for text in _ELSEWHERE)
+        ):
             raise CaptureError(
-                f"the step uses tensors on different devices{_line_of(trace)}: {error}. What the model and the batch "
+                f"the step uses tensors on different devices{_line_of(trace)}: {error} What the model and the batch "
                 f"hold is predicted on {self._device.type}. Hand other tensors over in the batch, register them as "
                 f"buffers, or make them on the device of an operand."
             ) from error

@@ -1,4 +1,4 @@
-"""The values of a fake tensor that depends on no data: made of `arange`, `ones`, constants and what was computed of them.
+"""The values of a fake tensor that depends on no data: made of `arange`, `ones`, constants and what comes of them.
 
 In: the ops recorded so far. Out: the tensor, computed on the CPU by running the few ops behind it; None where a
 parameter, the batch or a random number is among them. Models read such values into Python (transformers asks whether

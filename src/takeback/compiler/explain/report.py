@@ -150,7 +150,8 @@ def build_report(
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
     `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
-    `libraries_bytes`: what cuBLAS and the like keep for themselves. `plans`: all of the step's, this one first. `loading_s`: what native code took, once. `title`: what the report is
+    `libraries_bytes`: what cuBLAS and the like keep for themselves.
+    `plans`: all of the step's, this one first. `loading_s`: what native code took, once. `title`: what the report is
     of. `mode`: in which it runs. `kernels`: those of its clusters."""
     program = layout.draft.program
     resident = {**resident_of(layout, state_bytes), "library workspaces": libraries_bytes}

@@ -13,6 +13,7 @@ from takeback.compiler.run.rate_table import table_rates
 from takeback.errors import OptionError
 
 MIB = 1 << 20
+MEASURED_ON = "H200"  #: whose kernels, rates and workspaces predictions know
 _CONTEXT_BYTES = 600 * MIB  #: of the driver's context, kernels included, in each process: 480 to 590 MiB on an H200
 _HANDLES = 2  #: of cuBLAS: one of the thread that calls the step, one of autograd's
 
@@ -42,7 +43,7 @@ class Gpu:
 
     @property
     def rates(self) -> Rates:
-        measured, known = table_rates("cuda", "H200", 1), GPUS["H200"]
+        measured, known = table_rates("cuda", MEASURED_ON, 1), GPUS[MEASURED_ON]
         if self.name == known.name:
             return measured
         half, single = self.half_per_s / known.half_per_s, self.single_per_s / known.single_per_s
