@@ -5,10 +5,12 @@
     python benchmarks/predict_gpu.py table --json FILE          # one beside the other
     python benchmarks/predict_gpu.py predict --models gpt2,t5 --systems eager,fast@auto --tiny --json FILE   # to try it
 
-Systems are `eager`, and takeback as `exact@auto`, `fast@auto`, `fast@min`. Each model is a process of its own, which
-writes its rows one by one: one that fails or takes longer than --limit-s seconds leaves the others alone, and after
---total-s seconds no model is begun. An error is a part of what a step takes above what is resident (parameters, state,
-batch): (predicted - measured peak) / (measured peak - resident). Peaks are `torch.cuda.max_memory_allocated`.
+Systems are `eager`, and takeback as `exact@auto`, `fast@auto`, `fast@min`. Mode "exact" needs an eager that repeats its
+bits, so it is predicted and measured under torch.use_deterministic_algorithms(True), the others without. Each model is a
+process of its own, which writes its rows one by one: one that fails or takes longer than --limit-s seconds leaves the
+others alone, and after --total-s seconds no model is begun. An error is a part of what a step takes above what is
+resident (parameters, state, batch): (predicted - measured peak) / (measured peak - resident). Peaks are
+`torch.cuda.max_memory_allocated`.
 """
 
 from __future__ import annotations
@@ -51,23 +53,20 @@ Row = dict[str, Any]
 
 def predicted(model: str, systems: list[str], *, tiny: bool, gpu: str) -> Iterator[Row]:
     case = _without_bytes(model, tiny=tiny)
-    reports: dict[tuple[str, str], tb.Report] = {}
     for system in systems:
         mode, _, memory = system.partition("@")
-        key = ("exact", "auto") if mode == "eager" else (mode, memory)
         start = time.perf_counter()
-        if key not in reports:
-            reports[key] = tb.predict(
+        with _repeating(mode == "exact", _pools(case)):
+            report = tb.predict(
                 case.model,
                 case.loss_fn,
                 case.optimizer,
                 *case.batch,
-                mode=key[0],
-                memory=key[1],
+                mode="exact" if mode == "eager" else mode,
+                memory=memory or "keep",
                 device="cuda",
                 gpu=gpu,
             )
-        report = reports[key]
         peak = report.eager_peak_bytes if mode == "eager" else report.peak_bytes
         yield {
             "model": model,
@@ -77,6 +76,7 @@ def predicted(model: str, systems: list[str], *, tiny: bool, gpu: str) -> Iterat
             "resident_mib": _mib(report.resident_bytes - report.resident.get("library workspaces", 0)),
             "step_ms": None if mode == "eager" else round((report.step_s + report.added_s) * 1e3, 2),
             "took_s": round(time.perf_counter() - start, 1),
+            "code": _commit(),
             **(_inside(report) if system == "exact@auto" else {}),
         }
 
@@ -87,7 +87,7 @@ def measured(model: str, systems: list[str], *, tiny: bool, limit_s: int) -> Ite
         row: Row = {"model": model, "system": system}
         start = time.perf_counter()
         try:
-            with _no_longer_than(limit_s):
+            with _no_longer_than(limit_s), _repeating(system.startswith("exact"), _pools(case)):
                 row |= _measured(case, system)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -95,6 +95,23 @@ def measured(model: str, systems: list[str], *, tiny: bool, limit_s: int) -> Ite
         gc.collect()
         torch.cuda.empty_cache()
         yield row | {"took_s": round(time.perf_counter() - start, 1)}
+
+
+def _pools(case: GpuCase) -> bool:
+    return any(isinstance(m, torch.nn.MaxPool2d) for m in case.model.modules())
+
+
+@contextlib.contextmanager
+def _repeating(wanted: bool, pools: bool) -> Iterator[None]:
+    """Kernels that give the same bits in each run. `pools`: there is a max pool, whose backward has no such kernel."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted, warn_only=wanted and pools)
+    torch.backends.cudnn.deterministic = wanted
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
 
 
 def _without_bytes(model: str, *, tiny: bool) -> GpuCase:
@@ -214,7 +231,14 @@ def _in_a_process(model: str, arguments: argparse.Namespace, limit_s: float) -> 
         words = [sys.executable, __file__, f"one-{arguments.what}", "--models", model, "--json", str(rows)]
         words += ["--systems", ",".join(arguments.systems), "--limit-s", str(arguments.limit_s), "--gpu", arguments.gpu]
         process = subprocess.Popen(
-            words + ["--tiny"] * arguments.tiny, stderr=subprocess.PIPE, text=True, process_group=0
+            words + ["--tiny"] * arguments.tiny,
+            env={
+                **os.environ,
+                "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            },  # what an H200 has anyway, and determinism asks for
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
         )
         said = ""
         try:

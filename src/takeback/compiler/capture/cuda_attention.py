@@ -97,7 +97,7 @@ def choice(
         and width <= _MOST_CUDNN
         and query.shape[2] > 1
         and not wants_mask_grad
-        and not torch.are_deterministic_algorithms_enabled()
+        and not repeats()
     ):
         return "cudnn"
     square = query.shape[2] == key.shape[2]
@@ -110,6 +110,12 @@ def choice(
     if cuda.mem_efficient_sdp_enabled() and known and fits and len(heads) == 1:
         return "efficient"
     return "math"
+
+
+def repeats() -> bool:
+    """Whether kernels are to give the same bits in each run."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    return asked and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:

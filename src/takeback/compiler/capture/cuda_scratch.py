@@ -12,10 +12,12 @@ from dataclasses import replace
 
 import torch
 
+from takeback.compiler.capture.cuda_attention import repeats
 from takeback.compiler.program import Op, Program, Region, Scratch, Special
 from takeback.compiler.schema import schema_of
 
 _ROWS = 128  #: flash and cuDNN round the rows of a head up to this many
+_PROCESSORS = 132  #: of an H200
 _SORTED_FROM = 3072  #: rows: with fewer, the gradient of an embedding is summed without sorting
 
 
@@ -47,7 +49,8 @@ def _attention_backward(op: Op) -> int:
     _, query, key, value = _heads(op)[:4]
     batch, heads, rows, width = query.shape
     rows = _up(rows, _ROWS)
-    summed = batch * heads * rows * (_up(width, 32) + 1) * 4
+    sums = _up(_PROCESSORS, batch * heads) // (batch * heads) if repeats() else 1  # else threads add to the same one
+    summed = batch * heads * rows * (sums * _up(width, 32) + 1) * 4
     if key.shape[1] == heads:
         return summed
     return summed + batch * heads * key.shape[2] * (key.shape[3] + value.shape[3]) * int(query.dtype.itemsize)
