@@ -227,7 +227,8 @@ def test_largest_batch_is_the_last_that_fits() -> None:
 
 
 def test_fit_names_the_gpu_and_whose_kernels_they_are() -> None:
-    result = CliRunner().invoke(app, ["fit", "mlp", "--memory", "18560KiB", "--gpu", "RTX 4090", "--memory-mode", "keep"])
+    room, gpu = ["--memory", "18560KiB"], ["--gpu", "RTX 4090"]
+    result = CliRunner().invoke(app, ["fit", "mlp", *room, *gpu, "--memory-mode", "keep"])
     assert result.exit_code == 0, result.output
     assert "fits 18560KiB on the RTX 4090, predicted" in result.stdout
     assert "kernel choices are the H200's" in result.stdout
