@@ -1,7 +1,7 @@
 """Which kernel `scaled_dot_product_attention` runs on an H200, for fake tensors: torch itself asks the GPU.
 
-As torch 2.11 to 2.13 choose with cuDNN 9.15 or later on a Hopper GPU: cuDNN's, flash, memory-efficient, plain math; the
-first that is enabled and takes the operands.
+As torch 2.13's sources have it for a Hopper GPU with cuDNN 9.15 or later: cuDNN's, flash, memory-efficient, plain math;
+the first that is enabled and takes the operands. That 2.11 does the same on the H200 is inferred, not read.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from takeback.errors import OptionError
 
 MIB = 1 << 20
 MEASURED_ON = "H200"  #: whose kernels, rates and workspaces predictions know
-_CONTEXT_BYTES = 600 * MIB  #: of the driver's context, kernels included, in each process: 480 to 590 MiB on an H200
+_CONTEXT_BYTES = 600 * MIB  #: of the driver's context, kernels included, in each process: assumed
 _HANDLES = 2  #: of cuBLAS: one of the thread that calls the step, one of autograd's
 
 
@@ -38,7 +38,7 @@ class Gpu:
     @property
     def workspace_bytes(self) -> int:
         """What cuBLAS takes from torch's allocator at the first product, and keeps."""
-        large = self.capability in ((9, 0), (10, 0))  # as torch 2.11 and 2.13 choose; 64 MiB were measured on an H200
+        large = self.capability in ((9, 0), (10, 0))  # an H200 keeps 66 to 75 MiB beside the tensors
         return _HANDLES * (32 * MIB if large else 8 * MIB + 128 * 1024)
 
     @property
