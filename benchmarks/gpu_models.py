@@ -50,7 +50,8 @@ class GpuModel:
     tiny: Size
     loss_fn: Callable[..., Tensor]
     lr: float = 1e-4
-    momentum: bool = False  #: SGD with momentum instead of AdamW; both fused
+    momentum: bool = False  #: SGD with momentum instead of AdamW
+    fused: bool = True  #: the optimizer; else as torch does by itself, with lists of tensors
     autocast: bool = True
     channels_last: bool = False
     liger: str = ""
@@ -59,11 +60,11 @@ class GpuModel:
 # -- losses --------------------------------------------------------------------------------------------------------
 
 
-def _classes(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+def classes(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def _causal(model: nn.Module, tokens: Tensor) -> Tensor:
+def causal(model: nn.Module, tokens: Tensor) -> Tensor:
     return _labelled(model, tokens, tokens)
 
 
@@ -75,7 +76,7 @@ def _labelled(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 # -- how models are made; libraries are imported when one of theirs is ---------------------------------------------
 
 
-def _of_transformers(kind: str, config: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
+def of_transformers(kind: str, config: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     import transformers
 
     made = getattr(transformers, config)(**settings)
@@ -120,8 +121,8 @@ def _smallest_convnext() -> nn.Module:
     return model
 
 
-_causal_lm = partial(_of_transformers, "AutoModelForCausalLM")
-_masked_lm = partial(_of_transformers, "AutoModelForMaskedLM")
+_causal_lm = partial(of_transformers, "AutoModelForCausalLM")
+_masked_lm = partial(of_transformers, "AutoModelForMaskedLM")
 _BF16 = torch.bfloat16
 _SMALL_LM = {
     "vocab_size": 509,
@@ -172,7 +173,7 @@ MODELS: dict[str, GpuModel] = {
         "ResNet-50 (torchvision), 256 × 224², bf16 autocast, channels_last, SGD with momentum",
         Size(_resnet50, _PICTURES, 256, partial(shapes, side=224)),
         Size(_tiny_resnet, _SMALL_PICTURES, 4, partial(shapes, side=32)),
-        _classes,
+        classes,
         lr=0.02,
         momentum=True,
         channels_last=True,
@@ -191,7 +192,7 @@ MODELS: dict[str, GpuModel] = {
             2,
             _SMALL_TEXT,
         ),
-        _causal,
+        causal,
         lr=3e-4,
     ),
     "llama": GpuModel(
@@ -208,7 +209,7 @@ MODELS: dict[str, GpuModel] = {
             2,
             _SMALL_TEXT,
         ),
-        _causal,
+        causal,
         autocast=False,
         liger="llama",
     ),
@@ -216,7 +217,7 @@ MODELS: dict[str, GpuModel] = {
         "ViT-B/16 (torchvision), 256 × 224², bf16 autocast, AdamW",
         Size(partial(_vit, **_VIT_B_16), _PICTURES, 256, partial(shapes, side=224)),
         Size(partial(_vit, **_SMALL_VIT, num_classes=10), _SMALL_PICTURES, 4, partial(shapes, side=32)),
-        _classes,
+        classes,
     ),
     "bert": GpuModel(
         "BERT-base (transformers), masked words, 64 × 512, bf16 autocast, dropout, AdamW",
@@ -248,7 +249,7 @@ MODELS: dict[str, GpuModel] = {
             _SMALL_IDS,
             2,
         ),
-        _causal,
+        causal,
         autocast=False,
         liger="qwen2",
     ),
@@ -256,7 +257,7 @@ MODELS: dict[str, GpuModel] = {
         "ConvNeXt-T (torchvision), 256 × 224², bf16 autocast, channels_last, stochastic depth, AdamW",
         Size(_convnext_tiny, _PICTURES, 256),
         Size(_smallest_convnext, _SMALL_PICTURES, 4),
-        _classes,
+        classes,
         channels_last=True,
     ),
 }
@@ -273,7 +274,12 @@ def size_of(name: str, *, tiny: bool) -> Size:
 
 def build(name: str, device: str, *, tiny: bool) -> GpuCase:
     """The model and its batch on the device, which makes them itself: a large model takes long to draw on a CPU."""
-    kind, size = MODELS[name], size_of(name, tiny=tiny)
+    return made(MODELS[name], device, tiny=tiny)
+
+
+def made(kind: GpuModel, device: str, *, tiny: bool, trains_on: str | None = None) -> GpuCase:
+    """`trains_on`: the kind of device that the step is for, if it is another one."""
+    size = kind.tiny if tiny else kind.full
     torch.manual_seed(0)
     with torch.device(device):
         model = size.build().train()
@@ -282,11 +288,11 @@ def build(name: str, device: str, *, tiny: bool) -> GpuCase:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer: torch.optim.Optimizer
     if kind.momentum:
-        optimizer = torch.optim.SGD(model.parameters(), lr=kind.lr, momentum=0.9, fused=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=kind.lr, momentum=0.9, fused=kind.fused or None)
     else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=kind.lr, fused=True)
-    loss_fn = _under_autocast(kind.loss_fn, device) if kind.autocast else kind.loss_fn
-    return GpuCase(model, loss_fn, optimizer, placed(name, batch, device))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=kind.lr, fused=kind.fused or None)
+    loss_fn = _under_autocast(kind.loss_fn, trains_on or device) if kind.autocast else kind.loss_fn
+    return GpuCase(model, loss_fn, optimizer, _placed(kind, batch, device))
 
 
 def lessons(name: str, device: str, *, tiny: bool) -> Iterator[Batch]:
@@ -299,7 +305,11 @@ def lessons(name: str, device: str, *, tiny: bool) -> Iterator[Batch]:
 
 
 def placed(name: str, batch: Batch, device: str) -> Batch:
-    layout = torch.channels_last if MODELS[name].channels_last else torch.contiguous_format
+    return _placed(MODELS[name], batch, device)
+
+
+def _placed(kind: GpuModel, batch: Batch, device: str) -> Batch:
+    layout = torch.channels_last if kind.channels_last else torch.contiguous_format
     return tuple(t.to(device, memory_format=layout) if t.dim() == 4 else t.to(device) for t in batch)
 
 

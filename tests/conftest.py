@@ -128,6 +128,7 @@ THINNED = {
     "explain/test_frontier.py": 2,
     "step/test_accumulation_calls.py": 2,
     "test_predict.py": 2,
+    "test_predict_cuda.py": 3,
     "passes/test_candidates.py": 2,
     "guard/test_guard_aliases.py": 2,
     "gpu/test_cuda_out_of_memory.py": 8,

@@ -137,7 +137,7 @@ def test_kernel_that_does_not_take_what_fakes_gave_is_refused_with_a_way_out() -
 
 def test_gpu_prediction_is_refused_plainly() -> None:
     case = zoo.case("mlp")
-    with pytest.raises(OptionError, match="predicts for the CPU only"):
+    with pytest.raises(OptionError, match="device='cuda' needs gpu="):
         tb.predict(case.model, case.loss_fn, case.optimizer, *case.batch, device="cuda")
 
 

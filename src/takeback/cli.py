@@ -1,4 +1,4 @@
-"""The command line: `takeback demo | explain | fit | bench | check | hazards`.
+"""The command line: `takeback demo | explain | predict | fit | bench | check | hazards`.
 
 Exit codes: 0 done; 1 a `TakebackError`, or a bit that differs; 2 an unusable argument. `check` has the script's own.
 """
@@ -32,6 +32,7 @@ from takeback.compiler.explain.memory_viz import write_snapshot
 from takeback.compiler.explain.passes import passes_text
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import show_bytes
+from takeback.compiler.run.gpu_table import MEASURED_ON, gpu_named
 from takeback.errors import OptionError, OverwriteError, TakebackError
 from takeback.guard import Guard
 from takeback.options import Options, parse_bytes
@@ -102,6 +103,14 @@ ModeOption = Annotated[
     typer.Option(
         metavar="MODE",
         help="exact (eager's bits), fast (generated kernels), or auto (the default): fast on CUDA, exact elsewhere.",
+    ),
+]
+GpuOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Predict for this GPU instead of the CPU: H200, H100-80GB, A100-80GB, RTX 4090, ... It need not be there. "
+        "An unknown name shows those that are known.",
     ),
 ]
 AUTO, AUTO_MODE, SOLVE_S = Options.memory, Options.mode, Options.solve_s
@@ -217,6 +226,12 @@ def explain(
                 )
         else:
             made = _report(target, steps, AUTO if memory is None else memory, mode or AUTO_MODE, solve_s, tips=tips)
+    _write(made, html, json, snapshot)
+    if isinstance(made, Report):
+        _check_limit(made, limit, fail_over)
+
+
+def _write(made: Report | Frontier, html: Path | None, json: Path | None, snapshot: Path | None = None) -> None:
     typer.echo(str(made))
     if snapshot is not None and isinstance(made, Report):
         typer.echo(f"\nsnapshot: {write_snapshot(made, snapshot)}, for https://pytorch.org/memory_viz")
@@ -225,8 +240,11 @@ def explain(
     if json is not None:
         json.write_text(made.to_json(), encoding="utf-8")
         typer.echo(f"\ndata: {json}")
-    if limit is not None and isinstance(made, Report) and made.peak_bytes > limit:
-        _fail(f"the peak is {show_bytes(made.peak_bytes)}, above --fail-over {fail_over}", code=1)
+
+
+def _check_limit(report: Report, limit: int | None, said: str | None) -> None:
+    if limit is not None and report.peak_bytes > limit:
+        _fail(f"the peak is {show_bytes(report.peak_bytes)}, above --fail-over {said}", code=1)
 
 
 def _show_passes(target: str, memory: str, mode: str, solve_s: float, *, whole: bool) -> None:
@@ -272,9 +290,45 @@ def _report(target: str, steps: int | None, memory: str, mode: str, solve_s: flo
 
 
 @app.command(cls=_Command)
+def predict(
+    target: TargetArgument,
+    gpu: GpuOption = None,
+    memory: MemoryOption = None,
+    mode: ModeOption = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report as a page to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
+    fail_over: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Exit with 1 if the peak is above this, such as 12GiB: a check for CI."),
+    ] = None,
+) -> None:
+    """Show the report that TARGET would have, without running a step of it: for the CPU, or for a GPU by its name."""
+    with _CleanErrors(), _telling(f"tracing {target}"):
+        _check_writable(html, json)
+        limit = parse_bytes(fail_over) if fail_over is not None else None
+        subject = load_case(target)
+        report = takeback.predict(
+            subject.model,
+            subject.loss_fn,
+            subject.optimizer,
+            *subject.batch,
+            memory=AUTO if memory is None else memory,
+            mode=mode or AUTO_MODE,
+            device=None if gpu is None else "cuda",
+            gpu=gpu,
+        )
+    _write(report, html, json)
+    _check_limit(report, limit, fail_over)
+
+
+@app.command(cls=_Command)
 def fit(
     target: MakerArgument,
-    memory: Annotated[str, typer.Option(help="How much memory a step may take, such as 24GiB.")],
+    memory: Annotated[
+        str | None,
+        typer.Option(help="How much memory a step may take, such as 24GiB; with --gpu what that GPU has, if not said."),
+    ] = None,
+    gpu: GpuOption = None,
     memory_mode: Annotated[
         str | None,
         typer.Option(metavar="MEMORY", help="Only for this memory= of compile_step: auto, min, keep."),
@@ -284,9 +338,13 @@ def fit(
 
     A function of yours is called as function(n), n the batch size; the steps themselves are not run."""
     modes = ("auto", "min") if memory_mode is None else (memory_mode,)
+    device = None if gpu is None else "cuda"
     with _CleanErrors(), _telling(f"loading {target}") as tell:
         if memory_mode is not None and memory_mode not in ("auto", "min", "keep"):
             raise BadArgument(f"--memory-mode is auto, min or keep, got {memory_mode!r}")
+        if memory is None and gpu is None:
+            raise BadArgument("say how much there is: --memory 24GiB, or --gpu and the name of a GPU")
+        card = gpu_named(gpu) if gpu is not None else None
         make = load_maker(target)
         found: dict[str, int] = {}
         why: TakebackError | None = None
@@ -297,16 +355,24 @@ def fit(
 
             try:
                 found[mode] = takeback.largest_batch(
-                    lambda n: parts_of_case(make(n)), memory=memory, memory_mode=mode, progress=told
+                    lambda n: parts_of_case(make(n)),
+                    memory=memory,
+                    memory_mode=mode,
+                    device=device,
+                    gpu=gpu,
+                    progress=told,
                 )
             except OptionError as error:  # not even one row fits
                 found[mode], why = 0, error
         if why is not None and not any(found.values()):
             raise why
-    typer.echo(f"{target}: the largest batch that fits {memory}")
+    room = memory if card is None or memory is not None else show_bytes(card.usable_bytes)
+    typer.echo(f"{target}: the largest batch that fits {room}{f' on the {card.name}, predicted' if card else ''}")
     for mode, batch in found.items():
         named = "in eager" if mode == "eager" else f'with memory="{mode}"'
         typer.echo(f"  {batch:>8}  {named}")
+    if card is not None and card.name != MEASURED_ON:
+        typer.echo(f"kernel choices are the {MEASURED_ON}'s; on the {card.name} some may be others")
 
 
 @app.command(cls=_Command)

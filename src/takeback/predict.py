@@ -2,12 +2,14 @@
 would cost in time, `passes` shows what each pass does, `largest_batch` searches over batch sizes.
 
 Nothing of the user's is touched or run: model, optimizer and batch are replaced by fakes of the same shapes. Only the
-scratch inside kernels cannot be seen that way; each distinct op that may take some is tried once, on zeros.
+scratch inside kernels cannot be seen that way; on the CPU each distinct op that may take some is tried once, on zeros.
+With `device="cuda"` and the name of a GPU, the same is predicted for that GPU, on any machine; scratch is estimated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import batch_in_words
 from takeback.compiler.explain.advice import Advice
-from takeback.compiler.explain.advisor import AdvisedStep, by_saving
+from takeback.compiler.explain.advisor import AdvisedStep, WhatIf, by_saving
 from takeback.compiler.explain.frontier import Frontier, find_frontier
 from takeback.compiler.explain.half import what_to_write
 from takeback.compiler.explain.passes import PassRecord
@@ -26,14 +28,15 @@ from takeback.compiler.explain.report import Report, build_report, title_of
 from takeback.compiler.explain.what_if import ChunkedLossTip
 from takeback.compiler.ownership.resident import grad_bytes
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.draft import Draft, Home
 from takeback.compiler.passes.pipeline import PIPELINE
 from takeback.compiler.planning import plan_within, settings_for
 from takeback.compiler.run.calibrate import cost_of
 from takeback.compiler.run.execution import Execution
+from takeback.compiler.run.gpu_table import GPUS, MEASURED_ON, MIB, Gpu, gpu_named
 from takeback.errors import OptionError
 from takeback.options import Options, parse_bytes
-from takeback.tracing import TracedStep, half_of, planned
+from takeback.tracing import Traced, TracedStep, cost_on, half_of, planned
 
 MakeCase = Callable[[int], Any]
 
@@ -57,6 +60,9 @@ def predict(
 ) -> Report:
     """The `Report` that `compile_step` would give for this batch. Keywords it does not know go to loss_fn.
 
+    `device="cuda"` with `gpu="H200"`, `"A100-80GB"`, `"RTX 4090"` ...: the report for that GPU, which need not be
+    there; model and batch may be on the CPU or on the meta device. Kernels are those that torch chooses on an H200.
+
     A step that asks "am I being traced?" may show another program to fake tensors than it runs; the report of a
     compiled step is the truth.
     """
@@ -69,14 +75,14 @@ def predict(
         keep_grads=keep_grads,
         solve_s=solve_s,
     )
-    _check_device(device, gpu)
-    _check_exact(options)
-    given = TracedStep(model, loss_fn, optimizer, batch, kwargs, options)
+    card = _card(device, gpu)
+    _check_exact(options, card)
+    given = TracedStep(model, loss_fn, optimizer, batch, kwargs, options, card)
     traced = given.traced(progress)
-    plan = planned(traced.finished, options)
+    plan = planned(traced.finished, options, gpu=card)
     layout = plan.layout
     execution = Execution(
-        serves_ops=traced.native is not None,
+        serves_ops=traced.native is not None or card is not None,
         undo_bytes=undo_bytes(layout.draft.program),
         kept_grad_bytes=grad_bytes(traced.program) if keep_grads else 0,
     )
@@ -87,14 +93,38 @@ def predict(
         own_steps=traced.finished.own_steps,
         step_s=plan.step_s,
         added_s=plan.added_s,
-        title=title_of(model, batch_in_words((batch, kwargs)), options, traced.program.device),
+        title=title_of(model, batch_in_words((batch, kwargs)), options, traced.program.device, _name(card)),
+        notes=tuple(_notes(card)),
+        libraries_bytes=card.workspace_bytes if card is not None else 0,
+        mode=options.mode_on(traced.program.device_type),
     )
-    replan = Replan(planned, execution, options)
-    others = (
-        ChunkedLossTip(traced.finished, model, replan, traced.native),
-        half_of(given, replan, traced.program),
+    replan = Replan(functools.partial(planned, gpu=card), execution, options)
+    others = _others(given, traced, replan) if card is None else ()
+    home = layout.draft.home
+    return AdvisedStep(traced.program, traced.kept, options, plan.seconds, home, others).advised(report)
+
+
+def _others(given: TracedStep, traced: Traced, replan: Replan) -> tuple[WhatIf, ...]:
+    tip = ChunkedLossTip(traced.finished, given.model, replan, traced.native)
+    return tip, half_of(given, replan, traced.program)
+
+
+def _name(card: Gpu | None) -> str:
+    return "" if card is None else f" ({card.name}, predicted)"
+
+
+def _notes(card: Gpu | None) -> Iterator[str]:
+    if card is None:
+        return
+    if card.name != MEASURED_ON:
+        yield (
+            f"kernel choices are the {MEASURED_ON}'s: which kernels torch runs was taken from there, and on the "
+            f"{card.name} some may be others, with other values kept for the backward. Times are from data sheets."
+        )
+    yield (
+        f"predicted without the GPU: what kernels take inside is estimated, convolutions are taken to take nothing, "
+        f"and {card.workspace_bytes // MIB} MiB are counted for the workspaces of cuBLAS."
     )
-    return AdvisedStep(traced.program, traced.kept, options, plan.seconds, others=others).advised(report)
 
 
 def with_autocast(report: Report, case: Any, options: Options) -> Report:
@@ -188,45 +218,61 @@ def frontier(
         keep_grads=keep_grads,
         solve_s=solve_s,
     )
-    _check_device(device, gpu)
-    _check_exact(options)
+    card = _card(device, gpu)
+    _check_exact(options, card)
     say = progress or (lambda text: None)
     say("tracing the step")
-    traced = TracedStep(model, loss_fn, optimizer, batch, kwargs, options).traced(
+    traced = TracedStep(model, loss_fn, optimizer, batch, kwargs, options, card).traced(
         lambda done, total: say(f"trying ops for the scratch they take ({done} of {total})")
     )
-    return find_frontier(traced.program, traced.kept, options, cost_of(traced.program), progress=progress)
+    seconds, home = cost_on(traced.program, card), Home.ARENA if card is None else Home.ALLOCATOR
+    return find_frontier(traced.program, traced.kept, options, seconds, home=home, progress=progress)
 
 
-def _check_exact(options: Options) -> None:
-    if options.is_fast("cpu"):
+def _check_exact(options: Options, card: Gpu | None) -> None:
+    if card is None and options.is_fast("cpu"):
         raise OptionError(
-            "mode='fast' cannot be predicted: what generated kernels take for themselves is known when they are "
-            "compiled. Compile the step, run it a few times and read its report, or predict with mode='exact'."
+            "mode='fast' cannot be predicted: on a CPU, what generated kernels take for themselves is known when they "
+            "are compiled. Compile the step, run it a few times and read its report, or predict with mode='exact'."
         )
 
 
-def _check_device(device: str | None, gpu: str | None) -> None:
-    if device not in (None, "cpu") or gpu is not None:
-        raise OptionError(f"this version predicts for the CPU only; got device={device!r}, gpu={gpu!r}")
+def _card(device: str | None, gpu: str | None) -> Gpu | None:
+    """The GPU that is meant; None for the CPU."""
+    if device not in (None, "cpu", "cuda"):
+        raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if gpu is None:
+        if device == "cuda":
+            raise OptionError(f"device='cuda' needs gpu=: the name of one of {', '.join(GPUS)}")
+        return None
+    if device == "cpu":
+        raise OptionError(f"gpu={gpu!r} belongs to device='cuda', got device='cpu'")
+    return gpu_named(gpu)
 
 
 def largest_batch(
     make_case: MakeCase,
-    memory: str | int = "24GiB",
+    memory: str | int | None = None,
     *,
     memory_mode: str = "auto",
+    mode: str = "auto",
+    device: str | None = None,
+    gpu: str | None = None,
     most: int = 1 << 20,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """The largest n for which the compiled step of `make_case(n)` peaks at no more than `memory`. `memory_mode`: the
-    `memory=` of that step ("auto", "min" or "keep"), or "eager" for the step as it is without takeback.
+    """The largest n for which the compiled step of `make_case(n)` peaks at no more than `memory`: 24 GiB, or with `gpu`
+    what that has. `memory_mode`: the `memory=` of that step ("auto", "min" or "keep"), or "eager" for the step as it is
+    without takeback. `mode`, `device` and `gpu` are those of `predict`.
 
     `make_case(n)` returns (model, loss_fn, optimizer, batch) for a batch of n. The peak is taken to grow with n; it is
     predicted at a handful of sizes, chosen by a straight line through the last two. `progress(n, peak_bytes)` is called
     for each. Raises `OptionError` if not even n = 1 fits.
     """
-    budget = parse_bytes(memory)
+    card = _card(device, gpu)
+    budget = parse_bytes("24GiB") if card is None else card.usable_bytes
+    if memory is not None:
+        budget = parse_bytes(memory)
     if memory_mode not in ("eager", "auto", "min", "keep"):
         raise OptionError(f"memory_mode must be 'eager', 'auto', 'min' or 'keep', got {memory_mode!r}")
     in_eager = memory_mode == "eager"
@@ -237,7 +283,16 @@ def largest_batch(
             case if isinstance(case, tuple) else (case.model, case.loss_fn, case.optimizer, case.batch)
         )
         arguments = batch if isinstance(batch, tuple | list) else (batch,)
-        report = predict(model, loss_fn, optimizer, *arguments, memory="keep" if in_eager else memory_mode)
+        report = predict(
+            model,
+            loss_fn,
+            optimizer,
+            *arguments,
+            mode="exact" if in_eager else mode,
+            memory="keep" if in_eager else memory_mode,
+            device=device,
+            gpu=gpu,
+        )
         found = report.eager_peak_bytes if in_eager else report.peak_bytes
         if progress is not None:
             progress(n, found)

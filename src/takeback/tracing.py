@@ -1,5 +1,6 @@
 """A step as `compile_step` would record it, seen through fake tensors: model, optimizer and batch are replaced by fakes
-of the same shapes, so nothing of the user's is touched or computed. Programs go out, ready to be planned.
+of the same shapes, so nothing of the user's is touched or computed. Programs go out, ready to be planned: for the CPU,
+or for a GPU, which need not be there.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from torch.optim import Optimizer
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
+from takeback.compiler.capture.cuda_scratch import with_scratch
 from takeback.compiler.capture.fakes import FakeWorld
 from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
 from takeback.compiler.capture.leaks import disarm_
+from takeback.compiler.capture.no_gpu import as_if_on_gpu
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import capture
 from takeback.compiler.explain.half import Autocast, HalfTraced
 from takeback.compiler.explain.replan import Replan
+from takeback.compiler.passes.draft import Home
 from takeback.compiler.planning import Planned, plan_within, settings_for
 from takeback.compiler.program import BufferId, Program
 from takeback.compiler.run import allocator
-from takeback.compiler.run.calibrate import cost_of, rates_with
+from takeback.compiler.run.calibrate import OpCost, cost_of, rates_with
+from takeback.compiler.run.gpu_table import Gpu
 from takeback.compiler.run.probe import probe_scratch
 from takeback.compiler.run.transaction import Transaction
 from takeback.errors import OptionError
@@ -56,13 +61,17 @@ class TracedStep:
     batch: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: Options
+    gpu: Gpu | None = None  #: on which the step is predicted, if not on the CPU
 
     def traced(self, progress: Callable[[int, int], None] | None = None) -> Traced:
         """The program of the step, update and scratch included."""
+        if self.gpu is not None:
+            return self._traced_for_gpu()
         optimizers = subjects.check(self.model, self.loss_fn, self.optimizer)
         if subjects.device_of(self.model).type != "cpu":
             raise OptionError(
-                f"this version predicts for the CPU only; the model is on {subjects.device_of(self.model)}"
+                f"the model is on {subjects.device_of(self.model)}, and the prediction would be for the CPU: say "
+                f"device='cuda' and gpu=, or move the model"
             )
         native = allocator.load(cache_dir(), compiler())
         with Transaction() as tracing:  # for the modes and traps that Ctrl-C would leave behind
@@ -73,11 +82,29 @@ class TracedStep:
             finished = replace(finished, program=probe_scratch(finished.program, native, progress))
         return Traced(finished, native)
 
+    def _traced_for_gpu(self) -> Traced:
+        optimizers = subjects.check(self.model, self.loss_fn, self.optimizer, anywhere=True)
+        with Transaction() as tracing, as_if_on_gpu():
+            tracing.at_end(disarm_)
+            tracing.compute()
+            cuda = torch.device("cuda", 0)
+            finished = _finished(
+                self.model, self.loss_fn, optimizers, self.batch, self.kwargs, self.options, device=cuda
+            )
+        return Traced(replace(finished, program=with_scratch(finished.program)), None)
 
-def planned(finished: Finished, options: Options) -> Planned:
-    """A traced step, planned as it would be here."""
-    seconds = cost_of(finished.program)
-    settings = settings_for(finished.program, options, seconds, notes=seconds.notes)
+
+def cost_on(program: Program, gpu: Gpu | None) -> OpCost:
+    """What the ops of a program cost here, or on a GPU."""
+    return cost_of(program) if gpu is None else OpCost(gpu.rates)
+
+
+def planned(finished: Finished, options: Options, *, gpu: Gpu | None = None) -> Planned:
+    """A traced step, planned as it would be here, or on a GPU."""
+    seconds = cost_on(finished.program, gpu)
+    home = Home.ARENA if gpu is None else Home.ALLOCATOR
+    notes = seconds.notes if gpu is None else ()
+    settings = settings_for(finished.program, options, seconds, home=home, notes=notes)
     return plan_within(finished.program, finished.kept, options, settings)
 
 
@@ -97,10 +124,13 @@ def _finished(
     batch: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: Options,
+    device: torch.device | None = None,
 ) -> Finished:
-    check_early(options, optimizers)
-    own_steps = why_own_steps(optimizers)
-    with FakeWorld() as world:
+    """`device`: where the step is taken to be, if not where the model is."""
+    twins_on = None if device is None else "cpu"
+    check_early(options, optimizers, twins_on=twins_on)
+    own_steps = why_own_steps(optimizers, twins_on=twins_on)
+    with FakeWorld(unnoticed=device is not None, device=device) as world:
         fake_model, fake_optimizers, fake_loss_fn = world.copy(model, optimizers, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
         subject = subjects.build(

@@ -189,7 +189,7 @@ def test_frontier_touches_nothing_and_says_what_it_does() -> None:
     ("options", "match"),
     [
         ({"mode": "fast"}, r"mode='fast' cannot be predicted: .* predict with mode='exact'"),
-        ({"device": "cuda"}, "predicts for the CPU only"),
+        ({"device": "cuda"}, "device='cuda' needs gpu="),
         ({"solve_s": 0}, "solve_s must be a positive number of seconds, got 0"),
     ],
 )

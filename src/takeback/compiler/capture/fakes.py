@@ -24,6 +24,7 @@ from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
 _FakeTensor = _subclasses.FakeTensor
+_ELSEWHERE = ("FakeTensor Device Propagation", "to be on the same device")  #: as 2.11 and 2.13 say it
 
 
 def _line_of(trace: TracebackType | None) -> str:
@@ -52,11 +53,13 @@ class _Discreet(ModuleType):
 
 class FakeWorld:
     """A context in which copies are made and traced. Errors of fake tensors become `CaptureError`s. `unnoticed`: the
-    step is not to see that its tensors are fakes."""
+    step is not to see that its tensors are fakes. `device`: where the fakes are, if not where the tensors are; whatever
+    the model and the batch hold is taken to be there."""
 
-    def __init__(self, *, unnoticed: bool = False) -> None:
+    def __init__(self, *, unnoticed: bool = False, device: torch.device | None = None) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._unnoticed = unnoticed
+        self._device = device
 
     def __enter__(self) -> FakeWorld:
         self._mode.__enter__()
@@ -83,10 +86,24 @@ class FakeWorld:
                 f"{error.func} has no fake kernel, so its result's shape is not known without running it. Register one "
                 f"with torch.library.register_fake, or compile and run the step."
             ) from error
+        if (
+            self._device is not None
+            and isinstance(error, RuntimeError)
+            and any(text in str(error) for text in _ELSEWHERE)
+        ):
+            raise CaptureError(
+                f"the step uses tensors on different devices{_line_of(trace)}: {error} What the model and the batch "
+                f"hold is predicted on {self._device.type}. Hand other tensors over in the batch, register them as "
+                f"buffers, or make them on the device of an operand."
+            ) from error
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._mode.from_tensor(tensor.detach())
-        return made.requires_grad_(tensor.requires_grad)
+        return self._data(tensor).requires_grad_(tensor.requires_grad)
+
+    def _data(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device is None:
+            return self._mode.from_tensor(tensor.detach())
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
 
     def copy(
         self, model: torch.nn.Module, optimizers: Optimizers, loss_fn: Callable[..., Any]
@@ -94,19 +111,20 @@ class FakeWorld:
         """The three copied together, so that they still share what they shared; their tensors are fakes."""
         memo: dict[int, Any] = {}
         for p in model.parameters():
-            data = self._mode.from_tensor(p.detach())
-            memo[id(p)] = torch.nn.Parameter(data, requires_grad=p.requires_grad)
+            memo[id(p)] = torch.nn.Parameter(self._data(p), requires_grad=p.requires_grad)
         for t in model.buffers():
             memo.setdefault(id(t), self.fake(t))
         for module in model.modules():  # what stands there may have a graph, and could not be copied
             for value in vars(module).values():
-                if isinstance(value, torch.Tensor) and not value.is_leaf:
-                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                if isinstance(value, torch.Tensor) and (self._device is not None or not value.is_leaf):
+                    where = self._device or value.device
+                    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=where)
                     memo.setdefault(id(value), made)
         for _, table in optimizers.states:
             for value in table.values():
                 if isinstance(value, torch.Tensor):
-                    memo.setdefault(id(value), self.fake(value))
+                    steps = value.dim() == 0  # which an optimizer may count on the CPU
+                    memo.setdefault(id(value), self._mode.from_tensor(value) if steps else self.fake(value))
         copied = copy.deepcopy([model, optimizers, loss_fn], memo)
         return copied[0], copied[1], copied[2]
 
@@ -119,6 +137,7 @@ class FakeWorld:
                     if group["momentum"] != 0 and state.get("momentum_buffer") is None:
                         state["momentum_buffer"] = torch.empty_like(p.detach())
                 elif not state:
-                    state["step"] = torch.empty((), dtype=torch.float32)
+                    on_device = bool(group.get("fused") or group.get("capturable"))
+                    state["step"] = torch.empty((), dtype=torch.float32, device=p.device if on_device else "cpu")
                     state["exp_avg"] = torch.empty_like(p.detach())
                     state["exp_avg_sq"] = torch.empty_like(p.detach())

@@ -41,19 +41,22 @@ class Finished:
     adds: Mapping[int, Region] | None = None  #: of a microbatch: what each gradient is added to, by parameter
 
 
-def why_own_steps(optimizers: Optimizers, scaling: Scaling | None = None) -> tuple[str | None, ...]:
-    """For each optimizer why its update cannot be part of a plan; None if it can: it was proved on a twin."""
-    return tuple(_why(member, scaling) for member in optimizers.members)
+def why_own_steps(
+    optimizers: Optimizers, scaling: Scaling | None = None, *, twins_on: str | None = None
+) -> tuple[str | None, ...]:
+    """For each optimizer why its update cannot be part of a plan; None if it can: it was proved on a twin, which is on
+    the device of its parameters, or on that of `twins_on`."""
+    return tuple(_why(member, scaling, twins_on) for member in optimizers.members)
 
 
-def _why(optimizer: torch.optim.Optimizer, scaling: Scaling | None) -> str | None:
+def _why(optimizer: torch.optim.Optimizer, scaling: Scaling | None, twins_on: str | None) -> str | None:
     reason = own_step_reason(optimizer) or (scaling.own_step_reason() if scaling is not None else None)
-    return reason or disproof(optimizer, scaling)
+    return reason or disproof(optimizer, scaling, twins_on)
 
 
-def check_early(options: Options, optimizers: Optimizers) -> None:
+def check_early(options: Options, optimizers: Optimizers, *, twins_on: str | None = None) -> None:
     """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
-    reasons = why_own_steps(optimizers) if options.update == "early" else ()
+    reasons = why_own_steps(optimizers, twins_on=twins_on) if options.update == "early" else ()
     for reason in reasons:
         if reason is not None:
             raise OptionError(

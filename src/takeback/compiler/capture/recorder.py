@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.ran import Onlooker, pause_profile_
@@ -193,9 +194,20 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a fake tensor cannot say, the real one has: the program holds it, and a replay compares."""
+        """What a fake tensor cannot say, the real one has: the program holds it, and a replay compares. Where there was
+        no real one, what depends on no data can be computed."""
         known = next(self._answers, None)
-        return known.expected if known is not None and known.target is func else func(*args, **kwargs)
+        if known is not None and known.target is func:
+            return known.expected
+        values = [
+            known_value(self.ops, self.table.buffers, self.table.externals, self.table.region(a))
+            for a in args
+            if isinstance(a, torch.Tensor)
+        ]
+        if kwargs or len(values) != len(args) or any(value is None for value in values):
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            return func(*values)
 
     def _lift(self, tensor: torch.Tensor, site: Site | None) -> torch.Tensor:
         """torch.tensor(data): the data is a constant of the program, and the tensor a copy of it, which the step may

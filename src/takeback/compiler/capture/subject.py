@@ -51,8 +51,11 @@ class Subject:
         return found
 
 
-def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None) -> Optimizers:
-    """Raises for arguments that no step could be made of. Gives the optimizers as the step has them."""
+def check(
+    model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None, *, anywhere: bool = False
+) -> Optimizers:
+    """Raises for arguments that no step could be made of. Gives the optimizers as the step has them. `anywhere`: it is
+    not to run where the model is."""
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss_fn):
@@ -85,7 +88,7 @@ def check(model: Any, loss_fn: Any, optimizer: Any, scaler: object | None = None
         raise CaptureError(
             f"the model is on more than one device ({', '.join(devices)}). Move it to one: model.to(device)."
         )
-    if devices and device_of(model).type not in ("cpu", "cuda"):
+    if devices and not anywhere and device_of(model).type not in ("cpu", "cuda"):
         raise CaptureError(f"mode 'exact' runs on the CPU and on CUDA in this version; the model is on {devices[0]}.")
     return optimizers
 
@@ -142,7 +145,7 @@ def build(
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
     device = device_of(model)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise CaptureError("a step cannot be recorded while a CUDA graph is being captured. Run it once before.")
     beside = modules_beside(model, loss_fn)
     hook = hooks_on({"": model, **beside})

@@ -21,12 +21,14 @@ aten = torch.ops.aten
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
 
 
-def disproof(optimizer: torch.optim.Optimizer, scaling: Scaling | None = None) -> str | None:
+def disproof(
+    optimizer: torch.optim.Optimizer, scaling: Scaling | None = None, twin_on: str | None = None
+) -> str | None:
     """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference. `scaling`: the
-    step is taken through a scaler."""
+    step is taken through a scaler. `twin_on`: a device in place of that of the parameters."""
     groups, grads, names = [], [], {}
     for g, group in enumerate(optimizer.param_groups):
-        device = next((p.device for p in group["params"]), None)
+        device = twin_on or next((p.device for p in group["params"]), None)
         dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
         twins = [torch.nn.Parameter(torch.ones(3, dtype=d, device=device)) for d in dtypes for _ in range(2)]
         names.update({id(p): f"p{g}.{i}" for i, p in enumerate(twins)})

@@ -139,6 +139,7 @@ def build_report(
     added_s: float = 0.0,
     notes: Sequence[str] = (),
     state_bytes: int = 0,
+    libraries_bytes: int = 0,
     plans: Sequence[PlanAccount] = (),
     loading_s: float = 0.0,
     title: str = "",
@@ -149,10 +150,11 @@ def build_report(
     optimizers whose update is not in it. `skipped`: a comparison that was due and not made. `unplanned`: how many steps
     ran plainly, and why. `unsampled`: why replays are not compared with eager's forward. `notes`: of the recording.
     `state_bytes`: the optimizers' state as it is now, which a program without an update need not name.
+    `libraries_bytes`: what cuBLAS and the like keep for themselves.
     `plans`: all of the step's, this one first. `loading_s`: what native code took, once. `title`: what the report is
     of. `mode`: in which it runs. `kernels`: those of its clusters."""
     program = layout.draft.program
-    resident = resident_of(layout, state_bytes)
+    resident = {**resident_of(layout, state_bytes), "library workspaces": libraries_bytes}
     total = sum(resident.values())
     eager = eager_peak(original)
     entries = ledger(layout)
@@ -194,8 +196,8 @@ def build_report(
     )
 
 
-def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device) -> str:
-    """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of."""
+def title_of(model: torch.nn.Module, made_for: str, options: Options, device: torch.device, more: str = "") -> str:
+    """`GPT, batch 4x64, memory="auto" on cpu`: what a report is of. `more`: what else is to be said of the device."""
     usual = Options()
     said = [f"memory={_shown(options.memory)}"]
     mode = options.mode_on(device.type)
@@ -204,7 +206,7 @@ def title_of(model: torch.nn.Module, made_for: str, options: Options, device: to
     settings = [(name, getattr(options, name)) for name in ("update", "accumulate", "clip_norm", "keep_grads")]
     said += [f"{name}={_shown(value)}" for name, value in settings if value != getattr(usual, name)]
     said += [f"{name}=..." for name in ("scaler", "group") if getattr(options, name) is not None]
-    return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}"
+    return ", ".join((type(model).__name__, f"batch {made_for}", *said)) + f" on {device}{more}"
 
 
 def _shown(value: object) -> str:
