@@ -141,7 +141,7 @@ class SymbolWalk:
         whole = self._by_rows(op, facts) if facts.by_rows else None
         made, rows = whole if whole is not None else (self._expression(op, facts, operands), None)
         self.made.append((made, op))
-        if op.expected is not None:
+        if op.may_send_back:
             self.held.append(made)
         if facts.copies and self._copied_whole(op):
             return
