@@ -138,6 +138,7 @@ def test_step_is_eagers_whatever_the_shape_and_each_shape_has_its_plan(loss_fn: 
     pair = Pair(loss_fn, name)
     pair.take((5, 5, 5, 7, 7, 5, 7, 0, 5, ROWS, ROWS))
     assert len(pair.step._plans) == 4
+    assert any("a shape that depends on the data" in note for note in pair.step.report().notes)
 
 
 @pytest.mark.parametrize("loss_fn", [*LOSSES, written], ids=lambda f: f.__name__)

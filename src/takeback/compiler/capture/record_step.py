@@ -448,7 +448,7 @@ def _finish(
         recorder.statistics,
         Aside(tuple(ran.foreign), subject.derived),
         tuple(holder for holder, _ in made),
-        (*_notes(ran.foreign), *_frozen_notes(subject, grads)),
+        (*_notes(ran.foreign), *_frozen_notes(subject, grads), *_shape_notes(program)),
         recorder.random_ends,
         kin,
     )
@@ -460,6 +460,15 @@ def _notes(foreign: Mapping[torch.nn.Parameter, str]) -> Iterator[str]:
             f"the loss depends on {len(foreign)} parameters of other modules ({next(iter(foreign.values()))}, ...), "
             f"which this step does not train: their gradients are not computed, and their .grad is left as it is. "
             f"Eager would add to it what zero_grad() throws away before those modules are trained"
+        )
+
+
+def _shape_notes(program: Program) -> Iterator[str]:
+    met = [op for op in program.ops if op.has_data_in_shape]
+    if met:
+        yield (
+            f"{len(met)} results have a shape that depends on the data ({met[0].name}{at(met[0].site)}): this plan is "
+            f"for the shapes that were recorded, and a step with others is recorded anew"
         )
 
 

@@ -15,7 +15,6 @@ from takeback.errors import CaptureError
 
 aten = torch.ops.aten
 
-_DYNAMIC = "gives a tensor whose shape depends on the data"
 _KEEP_SHAPES = (
     "Keep the shape fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch. A "
     "metric is computed outside, of tensors returned as aux."
@@ -60,7 +59,9 @@ def refuse_dynamic(target: OpOverload, args: tuple[Any, ...], site: Site | None)
         isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
     ):
         return
-    raise CaptureError(f"{target} {_DYNAMIC}{at(site)}, so no plan can hold it. {_KEEP_SHAPES}")
+    raise CaptureError(
+        f"{target} gives a tensor whose shape depends on the data{at(site)}, so no plan can hold it. {_KEEP_SHAPES}"
+    )
 
 
 def may_hold_shape(target: OpOverload) -> bool:
@@ -73,8 +74,8 @@ def may_hold_shape(target: OpOverload) -> bool:
 def varying(op: Op, times: int) -> CaptureError:
     """What is raised where such a shape was another one so many times in a row."""
     return CaptureError(
-        f"{op.target} {_DYNAMIC}{at(op.site)}, and it was another one {times} times in a row, so no plan can hold it. "
-        f"{_KEEP_SHAPES}"
+        f"{op.target} gives a tensor whose shape depends on the data{at(op.site)}, and it was another one {times} "
+        f"times in a row, so no plan can hold it. {_KEEP_SHAPES}"
     )
 
 
