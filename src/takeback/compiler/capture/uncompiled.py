@@ -54,8 +54,7 @@ def compiled_() -> None:
         _inside.discard(threading.get_ident())
         if not _inside and _before:
             sys.modules[_FRAMES]._stance = _before.pop()  # type: ignore[attr-defined]
-        _as_written.pop(threading.get_ident(), None)
-        if not _as_written:
+        if _as_written.pop(threading.get_ident(), None) is not None and not _as_written:
             torch.jit.ScriptFunction.__call__ = _call_scripted
 
 
