@@ -179,8 +179,7 @@ def trainable(architecture: Architecture, advice: Advice) -> tuple[Build, Batche
         except Exception as error:
             why = why or f"not built: {one_line(error)}"
             continue
-        for kind, whole in enumerate(batches(architecture, model, 0)):
-            given = advice.without_some(whole)
+        for kind, given in enumerate(batches(architecture, model, 0)):
             if not fits(model, given):
                 continue
             try:
@@ -194,14 +193,10 @@ def trainable(architecture: Architecture, advice: Advice) -> tuple[Build, Batche
                 continue
 
             def batch(i: int, kind: int = kind, model: Any = model) -> dict[str, Any]:
-                return advice.without_some(list(batches(architecture, model, i))[kind])
+                return list(batches(architecture, model, i))[kind]
 
-            def build(config: Any = config, batch: Batches = batch) -> Any:
-                made = built(architecture, config)
-                if advice.runs_once:
-                    seed(99)
-                    loss_of(made, **batch(0))
-                return made
+            def build(config: Any = config) -> Any:
+                return built(architecture, config)
 
             return build, batch, tuple(given)
     return why or "no batch that its forward takes"
@@ -242,7 +237,6 @@ def sites_of_misses(step: Any) -> list[str]:
 
 def examine(architecture: Architecture, how: How, advice: Advice = NONE) -> Row:
     row: dict[str, Any] = {"name": architecture.name, "task": architecture.task, "model_type": architecture.model_type}
-    advice.begin_()
     try:
         found = trainable(architecture, advice)
         if isinstance(found, str):
@@ -360,7 +354,7 @@ def cause(row: Row) -> str:
     if row.outcome == "timeout":
         return "building, eager and takeback did not end within a minute; not looked into"
     text = re.sub(
-        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, and it was|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
         "",
         row.reason,
     )

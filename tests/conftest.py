@@ -132,6 +132,7 @@ THINNED = {
     "passes/test_candidates.py": 2,
     "guard/test_guard_aliases.py": 2,
     "gpu/test_cuda_out_of_memory.py": 8,
+    "step/test_data_in_shapes.py": 7,
 }
 
 

@@ -23,7 +23,7 @@ from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apa
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture
+from takeback.compiler.capture.record_step import Capture, DrawsOtherwiseFirst
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
 from takeback.compiler.explain.kernels import kernel_accounts
@@ -57,6 +57,8 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
+_FIRST = "the step makes something of random numbers the first time it runs, and keeps it"
+
 
 class CompiledStep:
     """A training step with one owner per buffer. Made by `compile_step`."""
@@ -76,6 +78,7 @@ class CompiledStep:
         self._earnings = Earnings(explicit=options.max_plans is not None or options.memory not in ("auto", "keep"))
         self._turn = Turn()
         self._news = subjects.NewPlans()
+        self._ran_first = False  #: plainly, because the step draws otherwise the first time
         self._derived: tuple[Derived, ...] = ()
         self._unplanned = Unplanned()
         self._group = Group(model, options.group) if options.group is not None else None
@@ -220,20 +223,24 @@ class CompiledStep:
                 reason = self._unplanned.refused_(key, error)
                 self._news.steady()  # no plan was made
         if waits:
-            made = self._plainly(batch, outline)
+            made = self._where_there_is_room(batch, outline)
             if isinstance(made, str):  # eager has no room for it, and a plan may have
                 return self._foresee(key, outline, batch, leaves, made).returned
-            results = made
-        elif micro is None:
-            results = plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
-        else:
-            results = plain_microbatch(self._recipe, batch, micro)
+            return self._ran_plainly(made, reason)
+        return self._ran_plainly(self._plainly(batch, micro), reason)
+
+    def _plainly(self, batch: Batch, micro: Microbatch | None) -> Results:
+        if micro is not None:
+            return plain_microbatch(self._recipe, batch, micro)
+        return plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
+
+    def _ran_plainly(self, results: Results, reason: str) -> Any:
         self._unplanned.ran_plainly_(reason)
         self._plans.passed_()
         self.grad_norm = results.grad_norm
         return results.returned
 
-    def _plainly(self, batch: Batch, outline: Hashable) -> Results | str:
+    def _where_there_is_room(self, batch: Batch, outline: Hashable) -> Results | str:
         """A plain step of a shape that has not earned a plan; or what eager was told, where it was refused memory and
         everything is as before."""
         begun: list[bool] = []
@@ -324,7 +331,7 @@ class CompiledStep:
         """`missed`: the op that read another value into Python than any plan holds. `changed`: what else is not as the
         plan for this key assumes."""
         if missed is not None:
-            self._plans.missed_(missed)
+            self._plans.missed_(missed, key)
             self._news.read_(missed.site)
         subjects.check_surroundings()
         if micro is not None:
@@ -352,16 +359,24 @@ class CompiledStep:
         with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             refused: str | None = None
+            first = False
             try:
                 if micro is None:
                     kept = self.options.keep_grads
                     results = recorded.run(batch, add_, keep_grads=kept, begins=lambda: begun.append(True))
                 else:
                     results = record_microbatch(recorded, batch, micro, then=add_)
+            except DrawsOtherwiseFirst:
+                if self._ran_first or self._group is not None:
+                    raise
+                first = True
             except (RuntimeError, MemoryError) as error:
                 if micro is not None or begun or not is_out_of_memory(error):
                     raise
                 refused = what_it_said(error)
+        if first:  # it has been taken back: what eager's first run makes and keeps, the next recording finds
+            self._ran_first = True
+            return self._ran_plainly(self._plainly(batch, micro), _FIRST)
         if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
             return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm

@@ -509,6 +509,43 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_guards.py::test_item_that_stays_the_same_is_held_and_one_that_changes_is_right_or_refused",),
     ),
     PlantedFault(
+        "executor: a shape that depends on floating-point values is not compared",
+        "compiler/ownership/kinds.py",
+        "    if op.has_data_in_shape:\n        return True\n",
+        "",
+        (
+            "tests/step/test_data_in_shapes.py::test_step_is_eagers_whatever_the_shape_and_each_shape_has_its_plan[of_floats-plain]",
+        ),
+    ),
+    PlantedFault(
+        "executor: a step whose clipping finds no room is said to be half done",
+        "compiler/run/allocator_code.py",
+        "if updating and not self._commits and self._writes_the_users(op):",
+        "if updating and not self._commits:",
+        (
+            "tests/gpu/test_cuda_out_of_memory.py::"
+            "test_later_replay_that_is_refused_memory_is_taken_back_until_its_update_writes[foreach-0.1-exact-cpu]",
+        ),
+    ),
+    PlantedFault(
+        "passes: an early update does not wait for the last shape that depends on the data",
+        "compiler/passes/advance.py",
+        "isinstance(op.target, Special) or op.may_send_back:",
+        "isinstance(op.target, Special) or op.expected is not None:",
+        (
+            "tests/step/test_data_in_shapes.py::test_shape_that_is_met_in_the_backward_alone_is_met_before_an_early_update",
+        ),
+    ),
+    PlantedFault(
+        "capture: optimizer state that was half made is kept",
+        "compiler/capture/optimizers.py",
+        "                inner.state.pop(p, None)\n",
+        "                inner.state.get(p, None)\n",
+        (
+            "tests/gpu/test_cuda_out_of_memory.py::test_optimizer_without_room_for_its_state_leaves_none_behind[0-foreach-cpu]",
+        ),
+    ),
+    PlantedFault(
         "executor: dead bytes are not poisoned",
         "compiler/run/codegen.py",
         "if end < last and size:",

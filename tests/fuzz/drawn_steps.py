@@ -79,6 +79,23 @@ def _decides(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     return F.dropout(x, 0.2) if x.numel() and bool(x.detach().amax() > 1) else x * 0.9
 
 
+def _half(x: Tensor, y: Tensor) -> Tensor:
+    """A mask of rows: half of them, or now and then all."""
+    ranks = y.detach()[:, 0].argsort(0)
+    return ranks < (len(x) + 1) // 2 if bool(y.detach().sum() > -3) else ranks >= 0
+
+
+def _picked(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
+    some = x[_half(x, y)]
+    return y * 0.5 + m.linear(some).sum(0) / (1 + len(some))
+
+
+def _written(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone()
+    x[y.detach()[:, 0] > y.detach()[:, 1].amax()] = m.linear.bias  # seldom more than none
+    return x * 0.7
+
+
 def _no_grad(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         scale = x.abs().mean() if x.numel() else x.sum()
@@ -144,6 +161,10 @@ APPLY: dict[str, Apply] = {
     "detach": lambda m, x, y: x.detach() * y,
     "no_grad": _no_grad,
     "decides": _decides,
+    "picked": _picked,
+    "written": _written,
+    "selected": lambda m, x, y: x * (1 + x.masked_select(y.detach() > 2.5).sum()).clamp(0, 2),
+    "places": lambda m, x, y: x + torch.zeros_like(x).index_add(0, _half(x, y).nonzero()[:, 0], y[_half(x, y)]) * 0.3,
     "assign": _assign,
     "relu_": lambda m, x, y: x.relu_(),
     "add_": lambda m, x, y: x.add_(y, alpha=0.1),

@@ -246,7 +246,7 @@ def test_a_loss_that_cannot_be_planned_is_trained_as_in_trainer(microbatches: in
 
         return Picking
 
-    case = {"make": means, "max_steps": 3, "gradient_accumulation_steps": microbatches}
+    case = {"make": means, "max_steps": 6, "gradient_accumulation_steps": microbatches}
     kinds = (picking(Trainer), picking(TakebackTrainer))
     with pytest.warns(RuntimeWarning, match="shape depends on the data"):
         theirs, ours = both(tmp_path, kinds=kinds, takeback={"unplanned": "eager"}, **case)

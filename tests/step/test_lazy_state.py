@@ -198,15 +198,25 @@ def test_a_random_tensor_made_in_the_first_step_leaves_the_generator_where_eager
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))
 
 
-def test_a_random_tensor_made_in_the_first_step_beside_dropout_is_refused_and_taken_back() -> None:
+def test_a_random_tensor_made_in_the_first_step_beside_dropout_is_made_by_a_plain_step() -> None:
+    step = train_both(Case(lambda: RandomWhenFirstNeeded(0.5), square, noise, sgd), steps=5, plans=1)
+    assert (step.counts.planned, step.counts.plain) == (4, 1)
+    assert any("makes something of random numbers the first time" in note for note in step.report().notes)
+
+
+def test_the_second_time_that_happens_the_step_is_refused_and_taken_back() -> None:
     torch.manual_seed(0)
     model = RandomWhenFirstNeeded(0.5)
-    state = torch.get_rng_state()
     step = compile_step(model, square, sgd(model))
+    for i in range(3):
+        step(*noise(i))
+    model.mixing = None
+    state, before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(CaptureError, match="draws other random numbers the first time it runs"):
         step(*noise(0))
     assert model.mixing is None
     assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -70,66 +70,6 @@ def refused(bad: Loss, match: str, batch: tuple[Any, ...] | None = None, model: 
     return message
 
 
-# -- shapes that depend on the data --------------------------------------------------------------------------------
-
-
-def masked(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    return out[out > 0].sum()
-
-
-def masked_rows(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    out = model(x)
-    return F.cross_entropy(out[y != 0], y[y != 0])
-
-
-def byte_masked(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x).masked_select(x[:, :4] > 0).sum()
-
-
-def nonzero(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x)[y.nonzero().squeeze(-1)].sum()
-
-
-def nonzero_tuple(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x)[torch.where(y > 1)].sum()
-
-
-def unique(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x).sum() * torch.unique(y).numel()
-
-
-def unique_consecutive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x).sum() * torch.unique_consecutive(y).numel()
-
-
-def repeat_interleave(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return torch.repeat_interleave(model(x), y, dim=0).sum()
-
-
-def bincount(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return model(x).sum() * torch.bincount(y).sum()
-
-
-DYNAMIC = [
-    (masked, "index"),
-    (masked_rows, "index"),
-    (byte_masked, "masked_select"),
-    (nonzero, "nonzero"),
-    (nonzero_tuple, "nonzero"),
-    (unique, "unique"),
-    (unique_consecutive, "unique_consecutive"),
-    (repeat_interleave, "repeat_interleave"),
-    (bincount, "bincount"),
-]
-
-
-@pytest.mark.parametrize(("bad", "op"), DYNAMIC, ids=lambda v: getattr(v, "__name__", ""))
-def test_shape_that_depends_on_the_data_is_refused_with_op_line_and_advice(bad: Loss, op: str) -> None:
-    message = refused(bad, rf"{op}.*shape depends on the data at .*{HERE}:\d+ in {bad.__name__}")
-    assert "torch.where" in message
-
-
 @pytest.mark.parametrize("lazy", [lambda: nn.LazyLinear(16), lambda: nn.LazyBatchNorm1d(affine=False)])
 def test_lazy_module_is_refused_until_it_has_its_shapes(lazy: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

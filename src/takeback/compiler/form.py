@@ -46,7 +46,7 @@ def check_form(program: Program, kept: frozenset[BufferId] = frozenset()) -> Non
     for position, op in enumerate(program.ops):
         wrong = _wrong(op, buffers, written)
         updating = updating or op.phase is Phase.UPDATE
-        if wrong is None and updating and (op.expected is not None or isinstance(op.target, Special)):
+        if wrong is None and updating and (op.may_send_back or isinstance(op.target, Special)):
             wrong = "comes after the update has begun, when nothing can send the step back any more"
         if wrong is not None:
             raise FormError(f"op {position}, {_show(op, buffers)}: {wrong}")

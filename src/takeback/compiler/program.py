@@ -225,6 +225,21 @@ class Op:
     def name(self) -> str:
         return str(self.target).removeprefix("aten.").removesuffix(".default")
 
+    @functools.cached_property
+    def has_data_in_shape(self) -> bool:
+        """Whether the shape of a result depends on values, so that a plan holds for the recorded shape only."""
+        if isinstance(self.target, Special | Cluster) or torch.Tag.dynamic_output_shape not in self.target.tags:
+            return False
+        if self.target is not torch.ops.aten.index.Tensor:
+            return True
+        return any(r.dtype in (torch.bool, torch.uint8) for r in _regions(self.args[1:2]))
+
+    @property
+    def may_send_back(self) -> bool:
+        """Whether a replay may find here that another plan is needed: it reads a value into Python, or gives a result
+        in another shape."""
+        return self.expected is not None or self.has_data_in_shape
+
     @functools.cached_property  # asked by every pass, of ops that most passes leave as they are
     def inputs(self) -> tuple[Region, ...]:
         return (*_regions(self.args), *_regions(tuple(self.kwargs.values())))

@@ -33,7 +33,7 @@ from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
-from takeback.compiler.capture.uncompiled import notes_of, uncompiled
+from takeback.compiler.capture.uncompiled import SCRIPTED, notes_of, uncompiled, unscripted
 from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
 
@@ -134,13 +134,16 @@ def capture(
             for generator, state in states:
                 generator.set_state(state)
             again = _look(subject, args, kwargs)
-            got = _attempt(subject, args, kwargs, again, how)
+            with unscripted() if kept.unseen else contextlib.nullcontext(()) as as_written:
+                got = _attempt(subject, args, kwargs, again, how)
+            if as_written:
+                got = replace(got, notes=(*got.notes, SCRIPTED))
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
             return _with_generators_left(got, subject, kept)
     except _KeptState as kept:
         first.restore_(kept.within)
-        raise CaptureError(str(kept)) from None
+        raise (DrawsOtherwiseFirst if kept.in_draws else CaptureError)(str(kept)) from None
 
 
 def _strided(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -175,6 +178,7 @@ def _with_generators_left(got: Capture, subject: Subject, kept: _KeptState) -> C
             "a tensor with random values and keeps it. Recorded a second time, what it draws besides (dropout) would "
             "not be what eager draws. Run the model once on such a batch before the first step.",
             within=kept.within,
+            in_draws=True,
         )
 
     def leave_() -> None:
@@ -195,6 +199,11 @@ def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
     return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
 
 
+class DrawsOtherwiseFirst(CaptureError):
+    """The first run of the step makes something of random numbers and keeps it. Once that was made in eager, the step
+    can be recorded."""
+
+
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
@@ -204,8 +213,12 @@ class _KeptState(Exception):
         new_state: Sequence[torch.Tensor] = (),
         within: set[Place] | None = None,
         random_ends: Mapping[torch.Generator, torch.Tensor] | None = None,
+        in_draws: bool = False,
+        unseen: bool = False,
     ) -> None:
         super().__init__(reason)
+        self.unseen = unseen  #: a tensor was made where the dispatcher does not see it
+        self.in_draws = in_draws  #: the first run draws other numbers than later ones
         self.random_ends = random_ends or {}
         self.new_state = new_state  #: what the step made and wrote, as it was before it was written
         self.within = within  #: the places that it read
@@ -406,7 +419,8 @@ def _finish(
         recorder.rewind_()
         for p in subject.parameters:
             p.grad = None
-        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends)
+        unseen = recorder.orphan() is not None
+        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends, unseen=unseen)
     program = recorder.program(
         recorder.region(ran.loss),
         tuple(recorder.region(t) for t in (*aux_tensors, *held)),
@@ -434,7 +448,7 @@ def _finish(
         recorder.statistics,
         Aside(tuple(ran.foreign), subject.derived),
         tuple(holder for holder, _ in made),
-        (*_notes(ran.foreign), *_frozen_notes(subject, grads)),
+        (*_notes(ran.foreign), *_frozen_notes(subject, grads), *_shape_notes(program)),
         recorder.random_ends,
         kin,
     )
@@ -446,6 +460,15 @@ def _notes(foreign: Mapping[torch.nn.Parameter, str]) -> Iterator[str]:
             f"the loss depends on {len(foreign)} parameters of other modules ({next(iter(foreign.values()))}, ...), "
             f"which this step does not train: their gradients are not computed, and their .grad is left as it is. "
             f"Eager would add to it what zero_grad() throws away before those modules are trained"
+        )
+
+
+def _shape_notes(program: Program) -> Iterator[str]:
+    met = [op for op in program.ops if op.has_data_in_shape]
+    if met:
+        yield (
+            f"{len(met)} results have a shape that depends on the data ({met[0].name}{at(met[0].site)}): this plan is "
+            f"for the shapes that were recorded, and a step with others is recorded anew"
         )
 
 

@@ -27,7 +27,13 @@ from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, atta
 from takeback.compiler.capture.site import Sites, at
 from takeback.compiler.capture.trial import OpForm, form_of_op
 from takeback.compiler.capture.undo import Undo
-from takeback.compiler.capture.unplannable import refuse_dynamic, refuse_lazy, refuse_resized, refuse_unusual
+from takeback.compiler.capture.unplannable import (
+    may_hold_shape,
+    refuse_dynamic,
+    refuse_lazy,
+    refuse_resized,
+    refuse_unusual,
+)
 from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role, Site
 from takeback.errors import CaptureError
 
@@ -136,7 +142,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)  # later regions show what it did
         position = len(self.ops)
         site = self._sites.here()
-        if facts.dynamic:
+        if facts.dynamic and not (self._real and self.phase is not Phase.UPDATE and may_hold_shape(func)):
             refuse_dynamic(func, args, site)
         table.bury(position)
 

@@ -1,5 +1,6 @@
 """torch.compile and a compiled step: what torch.compile has compiled runs inside of a step as it was written, so that
-its ops can be recorded and planned like all others; and a step itself cannot be compiled by it.
+its ops can be recorded and planned like all others; and a step itself cannot be compiled by it. What TorchScript has
+compiled can be recorded as it was written, too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,47 @@ def compiled_() -> None:
         _inside.discard(threading.get_ident())
         if not _inside and _before:
             sys.modules[_FRAMES]._stance = _before.pop()  # type: ignore[attr-defined]
+        if _as_written.pop(threading.get_ident(), None) is not None and not _as_written:
+            torch.jit.ScriptFunction.__call__ = _call_scripted
+
+
+# -- TorchScript -------------------------------------------------------------------------------------------------------
+
+_call_scripted = torch.jit.ScriptFunction.__call__
+_as_written: dict[int, set[str]] = {}  #: by thread: the functions of TorchScript that ran there as they were written
+SCRIPTED = (
+    "a part of the step is compiled by TorchScript, and makes tensors where nobody sees it. It was recorded as it was "
+    "written, which was compared with what TorchScript gives"
+)
+
+
+@contextlib.contextmanager
+def unscripted() -> Iterator[set[str]]:
+    """Around the user's code: what torch.jit.script has compiled runs as it was written, on this thread. Gives the
+    names of what has run so. `compiled_` ends it, too."""
+    with _lock:
+        found = _as_written[threading.get_ident()] = set()
+        torch.jit.ScriptFunction.__call__ = _call_as_written
+    try:
+        yield found
+    finally:
+        compiled_()
+
+
+def _call_as_written(function: Any, *args: Any, **kwargs: Any) -> Any:
+    written = getattr(function, "_torchdynamo_inline", None)
+    ran = _as_written.get(threading.get_ident())
+    if ran is None or written is None or not _is_scripted(function, written):
+        return _call_scripted(function, *args, **kwargs)
+    ran.add(function.name)
+    return written(*args, **kwargs)
+
+
+def _is_scripted(function: Any, written: object) -> bool:
+    """Whether torch.jit.script has made it of this source: what was traced may do something else than that. Checked on
+    2.13."""
+    known = torch.jit._state._try_get_jit_cached_function(written)
+    return known is not None and known.qualified_name == function.qualified_name
 
 
 def notes_of(seen: Seen) -> Iterator[str]:

@@ -10,11 +10,15 @@ import torch
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of
 from takeback.compiler.capture.site import at
-from takeback.compiler.program import OpOverload, Role, Site
+from takeback.compiler.program import Op, OpOverload, Role, Site
 from takeback.errors import CaptureError
 
 aten = torch.ops.aten
 
+_KEEP_SHAPES = (
+    "Keep the shape fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch. A "
+    "metric is computed outside, of tensors returned as aux."
+)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -48,7 +52,7 @@ def refuse_lazy(tensors: Iterable[torch.Tensor], where: Callable[[], str]) -> No
 
 
 def refuse_dynamic(target: OpOverload, args: tuple[Any, ...], site: Site | None) -> None:
-    """A result whose shape depends on the data."""
+    """A result whose shape depends on the data, where no replay could look at it."""
     if not facts_of(target).dynamic:
         return
     if target is aten.index.Tensor and not any(
@@ -56,9 +60,22 @@ def refuse_dynamic(target: OpOverload, args: tuple[Any, ...], site: Site | None)
     ):
         return
     raise CaptureError(
-        f"{target} gives a tensor whose shape depends on the data{at(site)}, so no plan can hold it. Keep the shape "
-        f"fixed: multiply by the mask, use torch.where, or pass the selection as a part of the batch. A metric "
-        f"is computed outside, of tensors returned as aux."
+        f"{target} gives a tensor whose shape depends on the data{at(site)}, so no plan can hold it. {_KEEP_SHAPES}"
+    )
+
+
+def may_hold_shape(target: OpOverload) -> bool:
+    """Whether a replay can look at the shape of what the op gives, and find another plan. Not where it is written into
+    a tensor that is there; nor where torch, around the op, fills a tensor with numbers of its own behind the
+    dispatcher's back: ctc_loss with lists of lengths."""
+    return facts_of(target).writes_nothing and target is not aten._ctc_loss.default
+
+
+def varying(op: Op, times: int) -> CaptureError:
+    """What is raised where such a shape was another one so many times in a row."""
+    return CaptureError(
+        f"{op.target} gives a tensor whose shape depends on the data{at(op.site)}, and it was another one {times} "
+        f"times in a row, so no plan can hold it. {_KEEP_SHAPES}"
     )
 
 

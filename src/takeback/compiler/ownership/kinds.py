@@ -44,6 +44,8 @@ def kind_of(op: Op, *, overwrites: bool = False) -> Kind:
     fresh = [r for r in op.outputs if r.buffer not in op.mutates]
     if op.mutates:
         return Kind.INPLACE if not fresh else Kind.ALLOCATE
+    if op.has_data_in_shape:
+        return Kind.ALLOCATE  # an out= kernel would give its place another size
     if target in EMPTY:
         return Kind.NOTHING
     if target in FILL:
@@ -59,8 +61,10 @@ def kind_of(op: Op, *, overwrites: bool = False) -> Kind:
 
 def may_vary(op: Op) -> bool:
     """Whether the shape of a result could follow from values, so that a replay must look at it. torch tags ops of which
-    it knows this (those are never recorded), but not `_pack_padded_sequence`, nor operators of others."""
+    it knows this, but not `_pack_padded_sequence`, nor operators of others."""
     target = op.target
+    if op.has_data_in_shape:
+        return True
     if isinstance(target, Special | Cluster) or torch.Tag.pointwise in target.tags:
         return False
     return target.namespace != "aten" or any(not r.dtype.is_floating_point for r in op.inputs)

@@ -146,7 +146,7 @@ class SymbolWalk:
         made, rows = whole if whole is not None else (self._expression(op, facts, operands), None)
         self.made.append((made, op))
         given_by_numbers = self._follows_from_numbers(op, facts)
-        if op.expected is not None and not given_by_numbers:
+        if op.may_send_back and not given_by_numbers:
             self.held.append(made)
         if facts.copies and self._copied_whole(op):
             return

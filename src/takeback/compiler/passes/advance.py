@@ -23,7 +23,7 @@ def advance(draft: Draft) -> Draft:
     for position, op in enumerate(program.ops):
         if op.phase is Phase.UPDATE:
             continue
-        if isinstance(op.target, Special) or op.expected is not None:
+        if isinstance(op.target, Special) or op.may_send_back:
             barrier = position
         for buffer in _touches(op):
             touched[buffer] = position

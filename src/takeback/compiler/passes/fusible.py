@@ -53,8 +53,8 @@ def why_not(op: Op, program: Program) -> str | None:
         return "it is no kernel of eager's"
     if op.phase is Phase.UPDATE:
         return "it is part of the update"
-    if op.expected is not None:
-        return "a value is read into Python"
+    if op.may_send_back:
+        return "a value is read into Python, or decides about a shape"
     if target.namespace != "aten":
         return "it is an operator of somebody else's"
     name = schema_of(target).name

@@ -46,7 +46,7 @@ _ATTENTION = {
 def may_rebuild(op: Op, device: str) -> bool:
     """True if running the op once more, later in the step, has no effect but its results, with the same bits."""
     target = op.target
-    if isinstance(target, Special) or op.expected is not None or op.phase is not Phase.FORWARD:
+    if isinstance(target, Special) or op.may_send_back or op.phase is not Phase.FORWARD:
         return False
     if isinstance(target, Cluster):
         return partial(op) is not None

@@ -53,7 +53,7 @@ def reduce(draft: Draft, *, sharing: Sharing) -> Draft:
     written: dict[BufferId, int] = {}
     barrier = -1  # up to the last value that is read into Python, the step may turn out to need another plan
     for position, op in enumerate(backward):
-        if op.expected is not None:
+        if op.may_send_back:
             barrier = position
         written.update(dict.fromkeys([*(r.buffer for r in op.outputs), *op.mutates], position))
     made = _Made(program)

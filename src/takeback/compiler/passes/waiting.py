@@ -31,7 +31,7 @@ class Order:
 def may_wait(op: Op) -> bool:
     """Whether an op may come later as far as it is concerned."""
     target = op.target
-    if op.phase is Phase.FORWARD or isinstance(target, Special) or op.expected is not None:
+    if op.phase is Phase.FORWARD or isinstance(target, Special) or op.may_send_back:
         return False
     return isinstance(target, Cluster) or torch.Tag.nondeterministic_seeded not in target.tags
 

@@ -63,6 +63,8 @@ def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
             return "the random state is saved and restored inside, as torch.utils.checkpoint does"
         if op.expected is not None:
             return f"{op.name} reads a value into Python"
+        if op.has_data_in_shape:
+            return f"the shape of what {op.name} gives depends on the data"
         if any(isinstance(a, Number) for a in (*op.args, *op.kwargs.values())):
             return f"{op.name} is given a number that is read anew in each step"
         elsewhere = [r for r in (*op.inputs, *op.outputs) if program.buffers[r.buffer].device]

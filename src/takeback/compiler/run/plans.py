@@ -1,6 +1,7 @@
 """The plans of one compiled step, found by key and by whether they apply; the least recently used is dropped first.
 
-Finds out, too, when recording would never end: a value that the step reads into Python is a new one each time.
+Finds out, too, when recording would never end: a value that the step reads into Python, or a shape that depends on the
+data, is a new one each time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from takeback.compiler.capture.excerpt import Excerpt
 from takeback.compiler.capture.finish import Finished
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.optimizers import Optimizers
+from takeback.compiler.capture.unplannable import varying
 from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
 from takeback.compiler.ownership.eager_peak import eager_peak
@@ -32,6 +34,7 @@ from takeback.errors import CaptureError
 
 _IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
 _MOST_MISSES = 8
+_MOST_SHAPES = 3  #: the same of shapes that depend on the data, which rarely come back
 
 
 @dataclass
@@ -224,10 +227,14 @@ class PlanCache(Sequence[Plan]):
         if plan.family.pattern is plan:  # another one has the same choices
             plan.family.pattern = next((p for p in self._plans if p.family is plan.family and p.kin is not None), None)
 
-    def missed_(self, op: Op) -> None:
-        """No plan had the value that `op` read into Python. Raises where that keeps happening: each step is right, but
-        none is ever compiled."""
+    def missed_(self, op: Op, key: Hashable) -> None:
+        """No plan had the value that `op` read into Python, or its shape. Raises where that keeps happening: each step
+        is right, but none is ever compiled."""
         self._misses += 1
+        if op.has_data_in_shape and self._misses >= min(self.most, _MOST_SHAPES):
+            for plan in self.under(key):  # who runs such steps plainly is not to try them each time
+                self.drop_(plan)
+            raise varying(op, self._misses)
         if self._misses >= min(self.most, _MOST_MISSES):
             where = op.site.describe() if op.site else "an unknown line"
             raise CaptureError(

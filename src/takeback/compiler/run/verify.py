@@ -89,7 +89,7 @@ class BesideEager:
         """Replays as far as the update, and takes that back. Raises `HeldValueChanged` where the step decides by a
         value that is another one now: eager would go another way, and write what the plan does not know of."""
         program = self.executor.program
-        if all(op.expected is None for op in program.ops):
+        if not any(op.may_send_back for op in program.ops):
             return
         with Transaction() as tried:
             tried.at_end(saved(self.written(), program))
