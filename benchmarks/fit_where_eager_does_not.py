@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--mode", default="fast", choices=("fast", "exact"))
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", default=None, choices=tuple(AT_LEAST), help="one of the two limits alone")
     parser.add_argument("--memory", default="auto", help=argparse.SUPPRESS)
     parser.add_argument("--most", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -150,6 +151,8 @@ def main() -> None:
     eager = run(args, "auto", None)
     print(f"eager, without a limit: peak {eager['peak'] / MIB:,.0f} MiB, losses {shown(eager['losses'])}")
     for memory, factors in AT_LEAST.items():
+        if args.only not in (None, memory):
+            continue
         for factor in factors:
             most = int(eager["peak"] / factor)
             found = run(args, memory, most)
