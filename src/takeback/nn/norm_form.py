@@ -61,8 +61,7 @@ class KeepsOutput(Form):
             return self.plain(*args, **kwargs)
         if not (module.training or torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)  # nothing is kept
-        if isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
-            x = as_autocast_has_it(x)
+        x = as_autocast_has_it(x, module)
         weight, bias = (None if name is None else getattr(module, name) for name in (kind.weight, kind.bias))
         shape = x.shape[-1:]
         strict = kind.as_weight or kind.centred  # torch's layer_norm takes one dtype

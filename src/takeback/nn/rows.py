@@ -54,7 +54,7 @@ class InPlaceLayerNorm(_Watched, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """layer_norm(x)."""
-        x = as_autocast_has_it(x)
+        x = as_autocast_has_it(x, self)
         mixed = self.weight is not None and self.weight.dtype != x.dtype
         if mixed:
             self.copies.note(f"the input is {x.dtype}, the weight another dtype", "torch's layer_norm keeps the input")
@@ -73,16 +73,20 @@ class InPlaceRMSNorm(_Watched, nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """rms_norm(x); eps None is the epsilon of the arithmetic, as in torch."""
-        x = as_autocast_has_it(x)
+        x = as_autocast_has_it(x, self)
         if torch.compiler.is_compiling() or engine.transformed():
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         eps = torch.finfo(wide(x)).eps if self.eps is None else self.eps
         return row_norm(x, self.normalized_shape, self.weight, None, eps, False, self._weights, self.copies)
 
 
-def as_autocast_has_it(x: Tensor) -> Tensor:
-    """x as torch's own norms take it: on a GPU autocast computes norms of rows in float32."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
+#: From torch 2.12 on autocast has a rule for rms_norm, as it has for layer_norm.
+_CAST = (nn.LayerNorm, nn.RMSNorm) if torch.torch_version.TorchVersion(torch.__version__) >= "2.12" else nn.LayerNorm
+
+
+def as_autocast_has_it(x: Tensor, norm: nn.Module) -> Tensor:
+    """x as torch's own norm takes it: on a GPU autocast computes norms of rows in float32."""
+    half = x.dtype in (torch.float16, torch.bfloat16) and isinstance(norm, _CAST)
     return x.float() if half and x.is_cuda and torch.is_autocast_enabled("cuda") else x
 
 

@@ -201,13 +201,13 @@ class GraphedCompute:
     def _watched(self, batch: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """Computes as before; None where something waits for the device, which cannot be captured."""
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")  # not "error": other threads may wait, too
-        try:
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                torch.cuda.set_sync_debug_mode("warn")  # not "error": other threads may wait, too
                 held = self._compute(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         return held if not any(_WAITED in str(each.message) for each in said) else None
 
     def _try(self, batch: Sequence[torch.Tensor]) -> str | None:
