@@ -354,7 +354,8 @@ def cause(row: Row) -> str:
     if row.outcome == "timeout":
         return "building, eager and takeback did not end within a minute; not looked into"
     text = re.sub(
-        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?(?=, so no|, and it was|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
+        r",? (at|before|by) \S+\.py:\d+ in \S+: .*?"
+        r"(?=, so no|, and it was|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
         "",
         row.reason,
     )

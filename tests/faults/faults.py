@@ -341,7 +341,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: advance moves an update before a value that Python reads",
         "compiler/passes/advance.py",
-        "if isinstance(op.target, Special) or op.expected is not None:",
+        "if isinstance(op.target, Special) or op.may_send_back:",
         "if isinstance(op.target, Special):",
         ("tests/passes/test_advance.py::test_no_update_comes_before_a_value_that_is_read_into_python",),
     ),
@@ -765,7 +765,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "verify: eager runs beside a plan whatever way the step goes",
         "compiler/run/verify.py",
-        "        if all(op.expected is None for op in program.ops):\n            return\n",
+        "        if not any(op.may_send_back for op in program.ops):\n            return\n",
         "        if program.ops:\n            return\n",
         ("tests/step/test_other_paths.py::test_what_eager_writes_on_another_way_is_put_back[settings0-Dropped]",),
     ),
