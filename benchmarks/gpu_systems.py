@@ -151,7 +151,9 @@ def made(running: Running, system: str) -> Running:
     if kind == "compile" or kind.startswith("compile:"):
         return Running(_inductor(case, kind.partition(":")[2], float(setting or 1)), case)
     if kind in ("fast", "exact"):
-        compiled = tb.compile_step(case.model, case.loss_fn, case.optimizer, mode=kind, memory=setting or "auto")
+        compiled = tb.compile_step(
+            case.model, case.loss_fn, case.optimizer, mode=kind, memory=setting or "auto", graphs="auto"
+        )
         return Running(compiled, case, compiled)
     raise SystemExit(f"unknown system {system!r}; see benchmarks/gpu_systems.py")
 

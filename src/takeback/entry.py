@@ -35,7 +35,7 @@ def compile_step(
     poison: bool = False,
     solve_s: float = 120.0,
     unplanned: str = "raise",
-    graphs: str = "auto",
+    graphs: str = "never",
 ) -> CompiledStep:
     """Compiles `loss_fn(model, *batch, **kw) -> loss or (loss, aux)` and the optimizer's update into one planned step.
 
@@ -70,9 +70,9 @@ def compile_step(
                   step gets the same plan every time; if this strikes, the report says so
     unplanned     what becomes of a step that cannot be recorded: "raise" a CaptureError, or run it plainly in "eager",
                   with a warning that names the reason; see step.counts
-    graphs        on CUDA, "auto": forward and backward of a plan become one CUDA graph where the host takes longer to
-                  launch kernels than the device to run them; such a plan keeps its memory between steps. "always" or
-                  "never"; the report says which plans were captured, and why others were not
+    graphs        "auto": on CUDA, forward and backward of a plan become one CUDA graph where the host takes longer to
+                  launch kernels than the device to run them; such a plan keeps its memory between steps. "always":
+                  every plan that can be. "never". The report says which were captured, and why others were not
     """
     options = Options(
         mode=mode,

@@ -34,7 +34,7 @@ class Options:
     poison: bool = False
     solve_s: float = 120.0
     unplanned: str = "raise"
-    graphs: str = "auto"
+    graphs: str = "never"
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, ("auto", "exact", "fast"))

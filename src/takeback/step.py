@@ -375,8 +375,9 @@ class CompiledStep:
                     raise
                 refused = what_it_said(error)
         if first:  # it has been taken back: what eager's first run makes and keeps, the next recording finds
+            ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
             self._ran_first = True
-            return self._ran_plainly(self._plainly(batch, micro), _FIRST)
+            return ran
         if refused is not None:  # out of that block: the error's traceback holds what eager had in memory
             return self._foresee(key, outline, batch, leaves, refused).returned
         self.grad_norm = results.grad_norm

@@ -5,6 +5,7 @@ or for a GPU, which need not be there.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,8 +85,11 @@ class TracedStep:
 
     def _traced_for_gpu(self) -> Traced:
         optimizers = subjects.check(self.model, self.loss_fn, self.optimizer, anywhere=True)
-        with Transaction() as tracing, as_if_on_gpu():
+        stack = contextlib.ExitStack()
+        with Transaction() as tracing:
+            tracing.at_end(stack.close)  # while Ctrl-C waits
             tracing.at_end(disarm_)
+            stack.enter_context(as_if_on_gpu())
             tracing.compute()
             cuda = torch.device("cuda", 0)
             finished = _finished(

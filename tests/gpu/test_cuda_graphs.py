@@ -184,7 +184,7 @@ def test_a_graph_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replay)
     step = train_both(Case(mlp, labelled, rows, settings=ALWAYS))
-    assert "has other bits in its first replay" in state(step)
+    assert "has other bits when it is replayed" in state(step)
 
 
 class Waits(nn.Module):
@@ -210,13 +210,13 @@ def test_what_waits_for_the_device_is_found_before_it_is_captured(monkeypatch: p
 def test_a_small_step_is_captured_and_a_large_one_is_not() -> None:
     """By what host and device take: nobody has to ask."""
     small = Case(gpt, tokens_loss, tokens).model()
-    step = exact_step(small, tokens_loss, adamw(small))
+    step = exact_step(small, tokens_loss, adamw(small), graphs="auto")
     for i in range(STEPS + 6):
         step(*Case(gpt, tokens_loss, tokens).batch(i))
         torch.cuda.synchronize()
     assert state(step) == CAPTURED
     large = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096)).to(DEVICE)
-    step = exact_step(large, lambda m, x: m(x).square().mean(), adamw(large))
+    step = exact_step(large, lambda m, x: m(x).square().mean(), adamw(large), graphs="auto")
     for _ in range(STEPS + 6):
         step(torch.ones(8192, 4096, device=DEVICE))
     torch.cuda.synchronize()
@@ -246,24 +246,27 @@ import warnings; warnings.simplefilter("error")
 import torch
 from gpu_twins import Case, labelled, mlp, rows, train_both
 from takeback.compiler.run import cuda_graph
-whole = cuda_graph.GraphedCompute._captured_on_a_stream
-def spoilt(self, graph, pool, inputs):
-    compute = self._compute
+whole = cuda_graph._CaptureAttempt.run
+def spoilt(self, compute, inputs):
     def waiting(batch):
         held = compute(batch)
         torch.cuda.current_stream().synchronize()  # not permitted there
         return held
-    self._compute = waiting
-    try:
-        return whole(self, graph, pool, inputs)
-    finally:
-        self._compute = compute
-cuda_graph.GraphedCompute._captured_on_a_stream = spoilt
+    return whole(self, waiting, inputs)
 case = Case(mlp, labelled, rows, settings={"graphs": "always"})
+other = train_both(case, steps=8)  # a graph that draws from the same generator
+cuda_graph._CaptureAttempt.run = spoilt
 step = train_both(case)
 assert "it cannot be captured" in step._plans[0].executor.graph, step._plans[0].executor.graph
 assert torch.cuda.current_stream() == torch.cuda.default_stream()
-cuda_graph.GraphedCompute._captured_on_a_stream = whole
+cuda_graph._CaptureAttempt.run = whole
+drawn = []
+for _ in range(2):
+    torch.manual_seed(5)
+    other(*case.batch(0))
+    drawn.append(torch.rand(3, device="cuda"))
+assert other._plans[0].executor.graph == cuda_graph.CAPTURED
+assert torch.equal(*drawn)
 step = train_both(case, steps=14)
 assert step._plans[0].executor.graph == cuda_graph.CAPTURED, step._plans[0].executor.graph
 torch.cuda.empty_cache()

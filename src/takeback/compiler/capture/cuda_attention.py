@@ -19,7 +19,8 @@ _MOST_CUDNN, _MOST_FLASH = 128, 256  #: elements of a head
 
 @contextlib.contextmanager
 def chosen_attention() -> Iterator[None]:
-    """In here `scaled_dot_product_attention` on CUDA is `_attention`: below autocast, and above autograd."""
+    """In here `scaled_dot_product_attention` on CUDA is `_attention`: below autocast, and above autograd. For the whole
+    process: who trains on a GPU in another thread meanwhile gets the kernels that are chosen here."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCUDA")
     try:

@@ -34,6 +34,10 @@ def as_if_on_gpu() -> Iterator[None]:
     with _one_at_a_time, contextlib.ExitStack() as stack:
         if not torch.cuda.is_available():
             library = _library()
+            # Autograd counts devices, and starts their threads, in the first backward of a process: let it see none,
+            # or processes that are forked later could not compute gradients.
+            with torch.enable_grad():
+                torch.ones((), requires_grad=True, device="cpu").backward()
             library.tb_begin()
             stack.callback(library.tb_end)
             stack.enter_context(_autocast_is_there())

@@ -245,10 +245,10 @@ def _notes(
         yield execution.group
     if layout.arena is None:
         yield _NO_ARENA
-    if execution.graph:
-        yield f"CUDA graphs: {execution.graph}"
     elif not execution.serves_ops:
         yield _NO_NATIVE
+    if execution.graph:
+        yield f"CUDA graphs: {execution.graph}"
     for own_step in own_steps:
         yield (
             f"the update is not part of the plan: {own_step.optimizer}'s own step() is called after the backward, "

@@ -18,11 +18,11 @@ from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.program import BufferId, Op, Region, Scratch
 from takeback.compiler.run.allocator_code import AllocatorCode, Compute, UpdateCode, generate_for_allocator
 from takeback.compiler.run.codegen import HeldValueChanged, look, over, same_value
-from takeback.compiler.run.cuda_graph import CAPTURED, GraphedCompute, GraphSettings, why_not_captured
+from takeback.compiler.run.cuda_graph import CAPTURED, GraphedCompute, GraphedStep, GraphSettings, why_not_captured
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.meter import Meter, NoMeter, meter_for
-from takeback.compiler.run.proof import GRADIENT
+from takeback.compiler.run.proof import GRADIENT, Proof
 from takeback.parallel import Reducer
 
 _LEAST_SHARE = 0.002  #: of the peak: scratch that differs by less from what was recorded needs no new layout
@@ -36,6 +36,7 @@ class _Bound:
     watched: bool
     compute: Compute
     update: UpdateCode
+    graphed: GraphedCompute | None  #: the same as `compute`, where it may become a graph
 
 
 class AllocatorExecutor(Executor):
@@ -53,7 +54,6 @@ class AllocatorExecutor(Executor):
         super().__init__(layout, reducer, kernels)
         self._poison = poison
         self._graphs = graphs if graphs is not None and graphs.ask != "never" else None
-        self._graphed: GraphedCompute | None = None  #: of code that is not watched
         self._meter: Meter | NoMeter = meter_for(self.program.device)
         self._landed: dict[int, None] = {}
         self._bound: _Bound | None = None
@@ -141,52 +141,54 @@ class AllocatorExecutor(Executor):
             },
         )
 
-        self._graphed = self._graph_of(code, compute) if not log else None
-        self._bound = _Bound(code, log, self._graphed or compute, update)  # all at once: Ctrl-C may come at any time
+        graphed = self._graph_of(code, compute) if not log else None
+        self._bound = _Bound(code, log, graphed or compute, update, graphed)  # all at once: Ctrl-C may come at any time
 
     def _graph_of(self, code: AllocatorCode, compute: Compute) -> GraphedCompute | None:
         if self._graphs is None or self.program.device_type != "cuda":
             return None
+        computed = self.program.ops[: self._first_update]
         if self._reducer is not None:
             refused: str | None = "gradients are sent to the other ranks while it runs"
         elif self._poison or self._written_leaves:
             refused = "poison=True" if self._poison else "it writes a batch tensor"
         else:
-            refused = why_not_captured(self.program, self.program.ops[: self._first_update])
-
-        def named(held: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-            places = {owner: i for i, owner in enumerate(code.crossing)}
-            regions = {"the loss": self.program.loss}
-            regions |= {f"{GRADIENT}parameter {i}": region for i, region in self.program.grads.items()}
-            found = {
-                name: over(held[places[owner]], r.dtype, r.shape, r.stride, r.offset)
-                for name, r in regions.items()
-                if (owner := self.layout.owners.get(r.buffer)) in places
-            }
-            return found | {
-                f"tensor {i} that it writes": t for i, t in enumerate(t for some in self._live for t in some)
-            }
-
+            refused = why_not_captured(self.program, computed)
+        leaves = self.program.leaves
+        step = GraphedStep(
+            self._drawn_from,
+            frozenset(leaves[r.buffer] for op in computed for r in op.inputs if r.buffer in leaves),
+            lambda held: self._named(code, held),
+            self._put_back_,
+            self._uninterrupted,
+        )
+        measure = Proof(self._graphs.measure).of(self.program).measure
         return GraphedCompute(
-            compute,
-            self._graphs,
-            self.kernels,
-            program=self.program,
-            refused=refused,
-            generators=self._drawn_from,
-            named=named,
-            put_back_=self._put_back_,
+            compute, self._graphs, self.kernels, step, program=self.program, measure=measure, refused=refused
         )
 
+    def _named(self, code: AllocatorCode, held: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What there is between compute and update: gradients, the loss and all else; and what was written so far."""
+        places = {owner: i for i, owner in enumerate(code.crossing)}
+        regions = {f"{GRADIENT}parameter {i}": region for i, region in self.program.grads.items()}
+        found = {
+            name: over(held[places[owner]], r.dtype, r.shape, r.stride, r.offset)
+            for name, r in regions.items()
+            if (owner := self.layout.owners.get(r.buffer)) in places
+        }
+        known = {self.layout.owners.get(r.buffer) for r in regions.values()}
+        found |= {f"value %{owner}": held[i] for owner, i in places.items() if owner not in known}
+        return found | {f"tensor {i} that it writes": t for i, t in enumerate(t for some in self._live for t in some)}
+
     def uncapture_(self) -> None:
-        if self._graphed is not None:
-            self._graphed.rest_()
+        if self._bound is not None and self._bound.graphed is not None:
+            self._bound.graphed.rest_()
 
     @property
     def graph(self) -> str:
-        if self._graphed is None:
+        if self._bound is None or self._bound.graphed is None:
             return ""
-        return self._graphed.note or CAPTURED
+        return self._bound.graphed.note or CAPTURED
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
@@ -199,7 +201,7 @@ class AllocatorExecutor(Executor):
         assert self._bound is not None
         before = self._meter.requests() if self._bound.watched else 0
         self._held = self._bound.compute(batch)
-        if self._graphed is not None and self._graphed.captured:
+        if self._bound.graphed is not None and self._bound.graphed.captured:
             self._given = set(self._bound.code.crossing)  # the graph's own bytes: whoever wants them gets a copy
         if self._bound.watched:
             self._requests = self._meter.requests() - before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -44,7 +44,8 @@ class Executor:
         updates = (i for i, op in enumerate(self.program.ops) if op.phase is Phase.UPDATE)
         self._first_update = next(updates, len(self.program.ops))
         self.committing = False  #: the last step has begun to write what is updated
-        self._undo: Callable[[], None] = _nothing
+        self._undo: Callable[[], None] = _nothing  #: while a step runs
+        self._step: Transaction | None = None
         self._autocasts = tuple(dict.fromkeys(("cpu", self.program.device_type)))
 
     @property
@@ -177,6 +178,7 @@ class Executor:
         batch = [t.detach() for t in leaves]
         mode = torch.is_grad_enabled()
         with Transaction() as step:
+            self._step = step
             self._save_(step, batch)
             step.at_end(self.kernels.rest_)  # they outlive this executor
             self.kernels.aside = self._aside
@@ -229,7 +231,17 @@ class Executor:
         self._undo()
 
     def _forget_undo(self) -> None:
-        self._undo = _nothing
+        self._undo, self._step = _nothing, None
+
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """Ctrl-C waits, in the middle of what is computed."""
+        assert self._step is not None
+        self._step.commit()
+        try:
+            yield
+        finally:
+            self._step.compute()
 
 
 def _nothing() -> None:

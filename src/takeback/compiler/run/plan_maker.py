@@ -80,8 +80,7 @@ class PlanMaker:
         self.loading_s = time.perf_counter() - began  #: compiling it too, where it is not in the cache
         self.home = Home.ARENA if on_cpu else Home.ALLOCATOR
         self.arena = SharedArena(self.native)
-        if self.device.type == "cuda":
-            let_segments_grow_(self.device)
+        self.segments = let_segments_grow_(self.device) if self.device.type == "cuda" else None
         self.kernels = Kernels(self.device)
         self.fast = options.is_fast(self.device.type)
         self.graphs = GraphSettings(options.graphs, NEAR if self.fast else Bits())
@@ -204,6 +203,11 @@ class PlanMaker:
                 *got.notes,
                 *((_ADDS,) if micro is not None else ()),
                 *((_EARLIER,) if planned.from_earlier else ()),
+                *(
+                    (f"the allocator's segments do not grow, so it may reserve much more: {self.segments}",)
+                    if self.segments is not None
+                    else ()
+                ),
             ),
         )
         self.work.begin(None)

@@ -223,6 +223,7 @@ class PlanCache(Sequence[Plan]):
         self._calls += 1
 
     def drop_(self, plan: Plan) -> None:
+        plan.executor.uncapture_()
         self._plans = tuple(p for p in self._plans if p is not plan)
         if plan.family.pattern is plan:  # another one has the same choices
             plan.family.pattern = next((p for p in self._plans if p.family is plan.family and p.kin is not None), None)

@@ -95,6 +95,7 @@ class RecordedStep:
             if not self.revocable:
                 step.done()
                 step.on_abort(recipe.drop_grads_)
+            no_room: str | None = None
             try:
                 then(got, sibling)
             except CaptureError as error:  # which says of a step that it was not made
@@ -102,10 +103,12 @@ class RecordedStep:
             except (RuntimeError, MemoryError) as error:
                 if self.revocable or not is_out_of_memory(error):
                     raise
+                no_room = in_a_line(error)
+            if no_room is not None:  # out of that block: the error's traceback holds what was recorded
                 raise PlanError(
-                    f"the step was made, but no plan of it, for which there is no memory ({in_a_line(error)}). Do not "
-                    f"make this step again; the next call records anew."
-                ) from error
+                    f"the step was made, but no plan of it, for which there is no memory ({no_room}). Do not make this "
+                    f"step again; the next call records anew."
+                )
             if not keep_grads:
                 recipe.drop_grads_()
         return Results(got.loss.clone(), got.aux, got.has_aux, norm)

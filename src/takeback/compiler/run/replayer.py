@@ -24,7 +24,7 @@ from takeback.compiler.run.plan_maker import PlanMaker
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Proof
 from takeback.compiler.run.replayed_step import ReplayedStep, Results
-from takeback.compiler.run.room import is_out_of_memory, what_it_said
+from takeback.compiler.run.room import is_out_of_memory, let_go_, what_it_said
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import StalePlanError
 from takeback.progress import Doing
@@ -48,6 +48,9 @@ class Replayer:
             if micro is not None or not is_out_of_memory(error):
                 raise
             refused = what_it_said(error)
+        if not plan.executor.committing and self._maker.graphs.give_up_():  # their pools may be what is short
+            let_go_(self._maker.device)
+            return self.use(plan, batch, leaves, micro)
         # Out of that block: the error's traceback holds what the step had in memory.
         raise short_of(self._maker, plan.finished, plan.planned, refused, begun=plan.executor.committing)
 

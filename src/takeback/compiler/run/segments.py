@@ -33,6 +33,8 @@ def let_segments_grow_(device: torch.device) -> str | None:
     set_(f"{before}{_SETTING}:True")
     try:
         torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None  # that is another matter
     except RuntimeError as error:  # a driver without virtual memory: some virtual GPUs
         with contextlib.suppress(RuntimeError):
             set_(f"{before}{_SETTING}:False")
