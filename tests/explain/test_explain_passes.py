@@ -43,7 +43,7 @@ def test_changes_are_lines_that_go_and_come(records: tuple[PassRecord, ...]) -> 
     start = next(i for i, line in enumerate(lines) if line.startswith("2. functionalize"))
     assert any("- " in line and "relu_" in line and "writes" in line for line in lines[start : start + 6])
     assert any("+ " in line and " = relu(" in line for line in lines[start : start + 6])
-    [moved] = [line for line in lines if line.startswith("2. move")]
+    [moved] = [line for line in lines if line.startswith("3. move")]
     gone = [line for line in lines[lines.index(moved) :] if line.startswith("   - ") and "clone" in line]
     assert gone
     assert numbered("reduce", "nothing to do (there is no group to average over)") in lines
