@@ -523,8 +523,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "if updating and not self._commits and self._writes_the_users(op):",
         "if updating and not self._commits:",
         (
-            "tests/gpu/test_cuda_out_of_memory.py::"
-            "test_later_replay_that_is_refused_memory_is_taken_back_until_its_update_writes[foreach-0.1-exact-cpu]",
+            "tests/gpu/test_cuda_out_of_memory.py::test_later_replay_that_is_refused_memory_is_taken_back_until_its_update_writes[foreach-0.1-exact-cpu]",
         ),
     ),
     PlantedFault(

@@ -55,13 +55,13 @@ def compiled_() -> None:
         if not _inside and _before:
             sys.modules[_FRAMES]._stance = _before.pop()  # type: ignore[attr-defined]
         if _as_written.pop(threading.get_ident(), None) is not None and not _as_written:
-            torch.jit.ScriptFunction.__call__ = _call_scripted
+            torch.jit.ScriptFunction.__call__ = _called[0]
 
 
 # -- TorchScript -------------------------------------------------------------------------------------------------------
 
-_call_scripted = torch.jit.ScriptFunction.__call__
 _as_written: dict[int, set[str]] = {}  #: by thread: the functions of TorchScript that ran there as they were written
+_called: list[Any] = [torch.jit.ScriptFunction.__call__]  #: how they are called elsewhere: others may replace it, too
 SCRIPTED = (
     "a part of the step is compiled by TorchScript, and makes tensors where nobody sees it. It was recorded as it was "
     "written, which was compared with what TorchScript gives"
@@ -73,8 +73,10 @@ def unscripted() -> Iterator[set[str]]:
     """Around the user's code: what torch.jit.script has compiled runs as it was written, on this thread. Gives the
     names of what has run so. `compiled_` ends it, too."""
     with _lock:
+        if not _as_written:
+            _called[0] = torch.jit.ScriptFunction.__call__
+            torch.jit.ScriptFunction.__call__ = _call_as_written
         found = _as_written[threading.get_ident()] = set()
-        torch.jit.ScriptFunction.__call__ = _call_as_written
     try:
         yield found
     finally:
@@ -85,7 +87,7 @@ def _call_as_written(function: Any, *args: Any, **kwargs: Any) -> Any:
     written = getattr(function, "_torchdynamo_inline", None)
     ran = _as_written.get(threading.get_ident())
     if ran is None or written is None or not _is_scripted(function, written):
-        return _call_scripted(function, *args, **kwargs)
+        return _called[0](function, *args, **kwargs)
     ran.add(function.name)
     return written(*args, **kwargs)
 
