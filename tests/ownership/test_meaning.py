@@ -17,10 +17,11 @@ from takeback.compiler.ownership.meaning import MeaningError, check_meaning
 from takeback.compiler.passes import Draft, PassSettings, chunk_loss, run_passes
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.draft import Choice, Rebuild
+from takeback.compiler.passes.partial import rebuilt_layer_norm
 from takeback.compiler.passes.pipeline import PIPELINE, Stage
 from takeback.compiler.passes.recompute import recompute
 from takeback.compiler.passes.reduce import Sharing, Slice
-from takeback.compiler.program import Op, Program, Region, Special
+from takeback.compiler.program import BufferId, Op, Program, Region, Special, renaming
 from takeback.flat import cut
 from takeback.flat import lay_out as lay_out_flat
 
@@ -164,6 +165,51 @@ def test_norm_that_is_rebuilt_from_other_statistics_is_found() -> None:
     wrong = replace(op, args=(*op.args[:3], op.args[4], op.args[3], *op.args[5:]))
     with pytest.raises(MeaningError):
         check_meaning(program, with_op(again, second, wrong))
+
+
+def with_layer_norm(affine: bool = True) -> tuple[Program, Program, list[int]]:
+    """A step with two layer norms; the same with the first one made again for its last reader, from its statistics;
+    and where the steps of that are."""
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=affine), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 4)
+    )
+    program = recorded(model, lambda m, x: m(x).square().mean() + m[1](m[0](x)).sin().mean(), torch.randn(5, 8))
+    at = position_of(program, "native_layer_norm")
+    norm, reader = program.ops[at], readers_of(program, at)[-1]
+    buffers = dict(program.buffers)
+    out, *statistics = norm.outputs
+    made = BufferId(max(buffers) + 1)
+    buffers[made] = replace(buffers[out.buffer], id=made)
+    again = replace(norm, results=(replace(out, buffer=made), *statistics))
+    ops = rebuilt_layer_norm(again, {r.buffer for r in statistics}, buffers)
+    assert ops is not None
+    changed = program.ops[reader].map(reads=renaming({out.buffer: made}))
+    whole = (*program.ops[:reader], *ops, changed, *program.ops[reader + 1 :])
+    return program, replace(program, ops=whole, buffers=buffers), list(range(reader, reader + len(ops)))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_that_is_made_again_of_its_statistics_keeps_the_meaning(affine: bool) -> None:
+    program, again, steps = with_layer_norm(affine)
+    assert len(steps) == (4 if affine else 2)
+    check_meaning(program, again)
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_layer_norm_that_is_made_again_otherwise_is_found(step: int) -> None:
+    """Without a step, with the other norm's operand, and with another step's."""
+    program, again, steps = with_layer_norm()
+    at, ops = steps[step], again.ops
+    value, _ = ops[at].args
+    shorter = replace(ops[at + 1], args=(value, *ops[at + 1].args[1:]))
+    without = replace(again, ops=(*ops[:at], shorter, *ops[at + 2 :]))
+    other = position_of(program, "native_layer_norm", 1)
+    foreign = (*program.ops[other].outputs[1:], *program.ops[other].args[2:4])[step]
+    swapped = ops[steps[step - 1]].args[1]
+    broken = [without, *(with_op(again, at, replace(ops[at], args=(value, one))) for one in (foreign, swapped))]
+    for one in broken:
+        with pytest.raises(MeaningError):
+            check_meaning(program, one)
 
 
 def test_loss_in_chunks_keeps_the_meaning_and_a_chunk_of_other_rows_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import takeback as tb
 from takeback.compiler.program import Cluster
-from takeback.compiler.run.cluster_forms import forms, read_inside, rebuilds, traced
+from takeback.compiler.run.cluster_forms import forms, read_inside, traced
 from takeback.compiler.run.cluster_ops import plainly, run_ops
 
 ROWS, CLASSES = 6, 5
@@ -90,8 +90,6 @@ def test_activation_that_a_norms_backward_gives_and_reads_is_traced_twice() -> N
     clusters = [op.target for op in step._last.executor.program.ops if isinstance(op.target, Cluster)]
     found = [cluster for cluster in clusters if read_inside(cluster)]
     assert found
-    assert all(map(rebuilds, found))
-    assert not any(rebuilds(cluster) for cluster in clusters if cluster.writes)
     for cluster in found:
         operands = [torch.rand(r.shape) + 0.5 for r in cluster.inputs]
 

@@ -35,6 +35,9 @@ aten = torch.ops.aten
 _BY_ROWS = frozenset(("nll_loss_backward", "_log_softmax_backward_data"))
 _BATCH_NORMS = frozenset((aten.native_batch_norm.default, aten.cudnn_batch_norm.default))
 _NORM_NAMES = frozenset(str(target) for target in _BATCH_NORMS)
+_LAYER_NORM = "aten.native_layer_norm.default"
+
+_STEPS_OF_A_NORM = frozenset(("aten.sub.Tensor", "aten.mul.Tensor", "aten.add.Tensor"))
 
 #: By result, what it does not look at.
 _UNREAD = {
@@ -65,7 +68,8 @@ class SymbolWalk:
         self.made: list[tuple[Symbol, Op]] = []
         self._table, self._fills = table, fills
         self._saved: dict[object, Symbol] = {}
-        self._norms: dict[Symbol, tuple[Symbol, object]] = {}  # what each result of a batch norm is
+        self._norms: dict[Symbol, tuple[Symbol, object]] = {}  # what each result of a norm is
+        self._partly: dict[Symbol, tuple[Symbol, str]] = {}  # of which layer norm a value is a part, and how far
 
     def walk(self, averaged: Collection[int] = ()) -> None:
         """`averaged`: of these parameters the gradients are averaged over a group before the update."""
@@ -156,7 +160,7 @@ class SymbolWalk:
             symbol = self._table.of("result", made, place)
             if facts.unread:
                 symbol = self._alone(op, facts, given, place)
-            if facts.norms:
+            if facts.norms or facts.name == _LAYER_NORM:
                 self._norms[symbol] = (made, place)
             if rows is not None:
                 symbol = self._table.of("rows", symbol, *rows)
@@ -164,6 +168,8 @@ class SymbolWalk:
         if op.mutates:
             writes += self._mutations(op, facts, given, made, operands, {region for region, _ in writes})
         trained = self._trained(op, facts) if facts.norms else None
+        if facts.name in _STEPS_OF_A_NORM and not op.mutates:
+            trained = self._normed(op, facts, writes[0][1])
         if trained is not None:
             writes[0] = (writes[0][0], trained)
         for region, symbol in writes:
@@ -353,6 +359,42 @@ class SymbolWalk:
             and self.contents.read(weight) == scale
         )
         return self._table.of("result", made, 0) if same else None
+
+    def _normed(self, op: Op, facts: _TargetFacts, symbol: Symbol) -> Symbol | None:
+        """Of the last of the steps that make a layer norm's result of the mean and inverse deviation that it gave,
+        x - mean, * invstd, * weight, + bias: that result. `symbol` is what the step gives by itself."""
+        value, other = op.args[:2]
+        if len(op.args) != 2 or op.kwargs or not isinstance(value, Region) or not isinstance(other, Region):
+            return None
+        held = self.contents.read(other)
+        if facts.name == "aten.sub.Tensor":
+            made, place = self._norms.get(held, (None, None))
+            if made is not None and place == 1 and self._operand(made, "input") == self._symbols(value):
+                self._partly[symbol] = (made, "centred")
+            return None
+        made, done = self._partly.get(self.contents.read(value), (None, ""))
+        if made is None or not self.contents.is_whole(value):
+            return None
+        plain = (type(None), None)
+        if facts.name == "aten.add.Tensor":
+            ready = done == "weighted" and self._operand(made, "bias") == self._symbols(other)
+            return self._table.of("result", made, 0) if ready else None
+        if done == "centred" and self._norms.get(held) == (made, 2):
+            done = "weighted" if self._operand(made, "weight") == plain else "scaled"
+        elif done == "scaled" and self._operand(made, "weight") == self._symbols(other):
+            done = "weighted"
+        else:
+            return None
+        if done == "weighted" and self._operand(made, "bias") == plain:
+            return self._table.of("result", made, 0)
+        self._partly[symbol] = (made, done)
+        return None
+
+    def _operand(self, made: Symbol, name: str) -> object:
+        """Of a layer norm."""
+        kind, operands = self._table.expression(made)[:2]
+        assert isinstance(operands, tuple)
+        return dict(operands).get(name) if kind == _LAYER_NORM else None
 
 
 def _all_of(total: int, parts: list[tuple[object, object]]) -> bool:

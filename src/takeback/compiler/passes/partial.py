@@ -1,7 +1,7 @@
 """What is run to make the large results of a cluster once more: only the ops that lead to them, on what is kept anyway.
 
 Small results, such as the statistics of a norm, are read and not made again; a batch norm is then run in its form for
-evaluation, which writes nothing.
+evaluation, which writes nothing, and a layer norm as what it does to each element.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from takeback.compiler.cluster import clustered
-from takeback.compiler.program import Argument, Buffer, BufferId, Cluster, Op, Region, Special
+from takeback.compiler.program import Argument, Buffer, BufferId, Cluster, Op, OpOverload, Region, Special
 from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
@@ -99,10 +99,41 @@ def _leading_to(
             ops = rebuilt_norm(op, buffers)
         elif op.mutates:
             return None
+        elif is_layer_norm(op) and not any(r.buffer in needed for r in op.outputs[1:]):
+            ops = rebuilt_layer_norm(op, there, buffers) or ops
         found = ops + found
         inside = {r.buffer for one in ops for r in one.outputs}
         needed |= {r.buffer for one in ops for r in one.inputs if r.buffer not in there and r.buffer not in inside}
     return found
+
+
+def is_layer_norm(op: Op) -> bool:
+    return op.target is aten.native_layer_norm.default
+
+
+def rebuilt_layer_norm(op: Op, there: Collection[BufferId], buffers: dict[BufferId, Buffer]) -> list[Op] | None:
+    """A layer norm's first result from the mean and inverse deviation that it gave, where these are `there`: a kernel
+    that does so adds nothing up, and can be one with a kernel that does. Rounding is not the norm's own. None where it
+    would have to be told how: in half precision statistics are wider than what they are of."""
+    x, _, weight, bias = op.args[:4]
+    out, mean, invstd = op.outputs
+    assert isinstance(x, Region)
+    if not {mean.buffer, invstd.buffer} <= set(there) or not x.dtype == out.dtype == mean.dtype:
+        return None
+    steps: list[tuple[OpOverload, Argument]] = [(aten.sub.Tensor, mean), (aten.mul.Tensor, invstd)]
+    steps += [(aten.mul.Tensor, weight)] if weight is not None else []
+    steps += [(aten.add.Tensor, bias)] if bias is not None else []
+    ops: list[Op] = []
+    value: Region = x
+    for number, (target, other) in enumerate(steps, 1):
+        made = out
+        if number < len(steps):
+            ident = BufferId(max(buffers) + 1)
+            buffers[ident] = replace(buffers[out.buffer], id=ident, name="")
+            made = replace(out, buffer=ident)
+        ops.append(replace(op, target=target, args=(value, other), kwargs={}, results=(made,), scratch=()))
+        value = made
+    return ops
 
 
 def rebuilt_norm(op: Op, buffers: dict[BufferId, Buffer]) -> list[Op]:

@@ -16,6 +16,7 @@ import torch
 from takeback.compiler.geometry import path
 from takeback.compiler.ownership.facts import COPY, FILL
 from takeback.compiler.passes.fusible import why_not
+from takeback.compiler.passes.partial import is_layer_norm, rebuilt_layer_norm
 from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Region, Special, renaming
 from takeback.compiler.schema import schema_of
 
@@ -159,15 +160,19 @@ class _LeastKept:
                 return False
             if len(made) >= _LONGEST:
                 return False
-            renamed: dict[BufferId, BufferId] = {}
-            for r in op.outputs:
-                ident = BufferId(len(buffers))
-                assert ident not in buffers
-                buffers[ident] = replace(buffers[r.buffer], id=ident, name="")
-                renamed[r.buffer] = ident
-            again = op.map(reads=renaming(copies), writes=renaming(renamed))
-            made.append(replace(again, scratch=(), phase=Phase.BACKWARD))
-            copies.update(renamed)
+            ops = [op]
+            if is_layer_norm(op) and b == op.outputs[0].buffer:
+                ops = rebuilt_layer_norm(op, self._kept, buffers) or ops
+            for one in ops:
+                renamed: dict[BufferId, BufferId] = {}
+                for r in one.outputs:
+                    ident = BufferId(len(buffers))
+                    assert ident not in buffers
+                    buffers[ident] = replace(buffers[r.buffer], id=ident, name="")
+                    renamed[r.buffer] = ident
+                again = one.map(reads=renaming(copies), writes=renaming(renamed))
+                made.append(replace(again, scratch=(), phase=Phase.BACKWARD))
+                copies.update(renamed)
             return True
 
         for op in reader.ops:

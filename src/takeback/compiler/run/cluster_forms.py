@@ -1,8 +1,10 @@
-"""Forms in which ops of a cluster are traced for Inductor, where its own would move more memory than the cluster needs.
+"""Forms in which ops of a cluster are traced for Inductor, where its own would move more memory than the cluster needs
+(benchmarks/kernel_bytes.py counts what kernels move).
 
 The gradient of a cross-entropy with respect to its logits is a softmax, less one in the target's place. Inductor writes
 the ones into zeros as large as the logits in single precision, and adds each row up again; here both are computed where
-they are used.
+they are used. Where these gradients are padded, the padding is put beside them: a kernel over other columns than those
+that were added up would have to read them again.
 
 What a cluster gives and reads itself, Inductor writes before it reads it. Where a norm's backward only asks where a
 rebuilt activation is zero, that is a pass over memory more: such results are traced a second time, for themselves.
@@ -16,15 +18,19 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.program import BufferId, Cluster, Op, Region, Special
+from takeback.compiler.program import BufferId, Cluster, Op, Region, Special, renaming, show_geometry
 from takeback.compiler.run.cluster_ops import Call, plainly, run_ops
+from takeback.compiler.run.norm_forms import LAYER_NORMS, batch_norm_backward, layer_norm
+from takeback.compiler.run.sum_forms import adds_up_rows, common_shapes, in_common_shape, sum_of_rows
 from takeback.compiler.schema import schema_of
+
+aten = torch.ops.aten
 
 #: Norms whose backward adds up over places far apart, so that it goes over its operands twice.
 _TWICE = frozenset(("native_batch_norm_backward", "cudnn_batch_norm_backward", "native_group_norm_backward"))
 _NORMS = frozenset(("native_batch_norm",))  #: in its form for evaluation, which is a factor and a summand
 #: How many reads, and how many operations, Inductor may compute again for another reader; its own bounds are meant for
-#: whole models.
+#: whole models: with them, the sum of four gradients is written before a norm's backward reads it.
 INLINED = {"realize_reads_threshold": 16, "realize_acc_reads_threshold": 32, "realize_opcount_threshold": 200}
 _MEAN = 1  #: torch's number for reduction="mean"
 
@@ -33,6 +39,7 @@ def forms(cluster: Cluster) -> Call:
     """What gives the results of an op under the tracer, for one run over the cluster's ops."""
     sums: dict[BufferId, torch.Tensor] = {}  # of each row, where they are known
     whole = {r.buffer: r for op in cluster.ops for r in op.outputs}
+    by_rows, shapes, leaving = adds_up_rows(cluster), common_shapes(cluster), {r.buffer for r in cluster.results}
 
     def call(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert not isinstance(op.target, Cluster)
@@ -45,9 +52,25 @@ def forms(cluster: Cluster) -> Call:
             given = op.args[0]
             if isinstance(given, Region) and given.buffer in sums and whole[given.buffer].same_place(given):
                 return (args[0] - torch.exp(args[1]) * sums[given.buffer]).to(args[3])
+        if name == "constant_pad_nd" and by_rows and args[0].dim() == 2 and _is_at_the_end(args[1]):
+            return torch.cat((args[0], args[0].new_full((args[0].shape[0], args[1][1]), args[2])), 1)
+        found: Any = in_common_shape(op, shapes, args, kwargs)
+        if name == "sum" and not by_rows and op.inputs[0].buffer in whole:
+            found = sum_of_rows(op, whole[op.inputs[0].buffer], shapes, args, kwargs)
+        elif name in LAYER_NORMS:
+            found = layer_norm(op, name, args)
+        elif name == "native_batch_norm_backward" and not by_rows and op.inputs[0].buffer in leaving:
+            found = batch_norm_backward(op, args)
+        if found is not None:
+            return found
         return plainly(op, args, kwargs)
 
     return call
+
+
+def _is_at_the_end(pads: Sequence[int]) -> bool:
+    """Whether columns are added, and after the others."""
+    return len(pads) >= 2 and pads[0] == 0 and pads[1] > 0 and not any(pads[2:])
 
 
 def _ones_less(
@@ -73,11 +96,35 @@ def _ones_less(
 
 def traced(cluster: Cluster, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a cluster under the tracer, in whatever strides they come."""
+    cluster = without_repeats(cluster)
     found = run_ops(cluster, operands, forms(cluster))
     for number in read_inside(cluster):
         part = _leading_to(cluster, number)
         [found[number]] = run_ops(part, operands, forms(part))
     return found
+
+
+def without_repeats(cluster: Cluster) -> Cluster:
+    """The cluster with each op once that does the same with the same: parts of it may have been made again for several
+    of its readers."""
+    leaving, first = {r.buffer for r in cluster.results}, dict[str, Op]()
+    instead: dict[BufferId, BufferId] = {}
+    ops: list[Op] = []
+    for op in cluster.ops:
+        op = op.map(reads=renaming(instead))
+        assert not isinstance(op.target, Special)
+        key = f"{op.target} {show_geometry(op.args)} {show_geometry(tuple(sorted(op.kwargs.items())))}"
+        known = first.get(key)
+        pure = not op.mutates and torch.Tag.nondeterministic_seeded not in op.target.tags
+        alike = known is not None and all(a.same_place(b) for a, b in zip(op.outputs, known.outputs, strict=True))
+        if known is not None and alike and pure and leaving.isdisjoint(r.buffer for r in op.outputs):
+            instead |= {r.buffer: k.buffer for r, k in zip(op.outputs, known.outputs, strict=True)}
+            continue
+        if op.mutates:
+            first.clear()  # what was read before is another value now
+        first.setdefault(key, op)
+        ops.append(op)
+    return replace(cluster, ops=tuple(ops))
 
 
 def read_inside(cluster: Cluster) -> list[int]:
@@ -92,12 +139,6 @@ def read_inside(cluster: Cluster) -> list[int]:
         if readers and inside and all(map(_is_pointwise, _leading_to(cluster, number).ops)):
             found.append(number)
     return found
-
-
-def rebuilds(cluster: Cluster) -> bool:
-    """Whether a cluster makes an activation again for the backward of the norm that it was made by."""
-    names = {_name(op) for op in cluster.ops}
-    return bool(names & _TWICE) and any(_name(op) in _NORMS and not op.args[5] for op in cluster.ops)
 
 
 def _leading_to(cluster: Cluster, number: int) -> Cluster:

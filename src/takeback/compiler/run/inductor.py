@@ -9,15 +9,17 @@ Private torch throughout: checked on 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from takeback.compiler.program import Cluster, Region
-from takeback.compiler.run.cluster_forms import INLINED, rebuilds, traced
+from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.sum_forms import adds_up_columns
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
@@ -76,11 +78,30 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
-    wanted = {**_SETTINGS, **(INLINED if rebuilds(cluster) else {})}
-    known = {name: value for name, value in wanted.items() if _has(config, name)}
+    known = {name: value for name, value in {**_SETTINGS, **INLINED}.items() if _has(config, name)}
     told = tracing(TracingContext(mode))
-    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad():
+    sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
+    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _by_columns() -> Iterator[None]:
+    """Inductor takes sums that are many already as they are, does not look how they lie, and tries a handful of kernels
+    for each where it is first used. Here it is told that columns are added up."""
+    from torch._inductor.ir import Reduction, ReductionHint
+
+    splits = Reduction.num_splits
+
+    def told(*args: Any, **kwargs: Any) -> tuple[ReductionHint, Any]:
+        hint, split = splits(*args, **kwargs)
+        return (ReductionHint.OUTER if hint is ReductionHint.DEFAULT and split == 1 else hint), split
+
+    Reduction.num_splits = staticmethod(told)
+    try:
+        yield
+    finally:
+        Reduction.num_splits = staticmethod(splits)
 
 
 def straight(compiled: Compiled) -> Compiled:
