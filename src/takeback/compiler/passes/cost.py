@@ -32,6 +32,7 @@ _TIMES = {
 }
 _TRAINING_NORM = 4
 _HALF_CONVOLUTION = 0.4  #: of a product's rate, on an H200 with ResNet-50's sizes
+_TOGETHER = 8  #: channels
 _WINDOWS = frozenset(("max_pool2d_with_indices", "avg_pool2d", "max_pool3d_with_indices", "avg_pool3d"))
 
 
@@ -69,17 +70,29 @@ def seconds(op: Op, rates: Rates) -> float:
         time = max(time, outputs[0].numel / rates.maths_per_s)
     if name in _WINDOWS:
         time = max(time, outputs[0].numel * math.prod(_window(op.args[1])) / rates.maths_per_s)
-    flops = operations(op)
+    flops: float = operations(op)
     if flops:
         rate = rates.product(_factors(op))
         if name.startswith("convolution"):
             # Measured in single precision, where a convolution may take shortcuts that products may not.
             half = _factors(op).itemsize < 4
             rate *= min(rates.convolution, _HALF_CONVOLUTION) if half else rates.convolution
+            flops *= _in_groups(op) if half else 1.0
         elif name.startswith("_scaled_dot_product"):
             rate *= rates.attention
         time = max(time, flops / rate)
     return rates.op_s + time
+
+
+def _in_groups(op: Op) -> float:
+    """How many times more a convolution computes in half precision, whose units take channels eight by eight: the first
+    one of a network has three."""
+    backward = op.name.startswith("convolution_backward")
+    weight, groups = op.args[2 if backward else 1], op.args[9 if backward else 8]
+    assert isinstance(weight, Region)
+    if groups != 1:
+        return 1.0  # other units may do these
+    return math.prod(math.ceil(n / _TOGETHER) * _TOGETHER / n for n in weight.shape[:2] if n)
 
 
 def _factors(op: Op) -> torch.dtype:
