@@ -138,6 +138,29 @@ def test_convolutions_and_attention_have_efficiencies_of_their_own() -> None:
     assert seconds(forward, rates) == pytest.approx(1e-6 + operations(forward) / (1e10 * 0.25))
 
 
+@pytest.mark.parametrize(("channels", "times"), [((3, 64), 8 / 3), ((64, 64), 1), ((12, 20), 16 / 12 * 24 / 20)])
+def test_convolution_in_half_precision_computes_channels_eight_by_eight(
+    channels: tuple[int, int], times: float
+) -> None:
+    rates = dataclasses.replace(RATES, bytes_per_s=1e18)
+    into, out = channels
+    x, w, y = (
+        region(*shape, dtype=torch.bfloat16, buffer=i)
+        for i, shape in enumerate(((2, into, 8, 8), (out, into, 3, 3), (2, out, 6, 6)))
+    )
+    pairs = ((1, 1), (0, 0), (1, 1))
+    forward = op(aten.convolution.default, x, w, None, *pairs, False, (0, 0), 1, results=(y,))
+    took = seconds(forward, rates) - 1e-6
+    assert took == pytest.approx(times * operations(forward) / (4e10 * 0.4))
+    masked = (True, True, False)
+    backward = op(
+        aten.convolution_backward.default, y, x, w, None, *pairs, False, (0, 0), 1, masked, results=(x, w, None)
+    )
+    assert seconds(backward, rates) - 1e-6 == pytest.approx(times * operations(backward) / (4e10 * 0.4))
+    apart = op(aten.convolution.default, x, w, None, *pairs, False, (0, 0), 2, results=(y,))
+    assert seconds(apart, rates) - 1e-6 == pytest.approx(operations(apart) / (4e10 * 0.4))
+
+
 def test_what_runs_no_kernel_costs_nothing() -> None:
     assert seconds(Op(Special.SAVE_RANDOM, (), {}, ()), RATES) == 0.0
     assert seconds(op(aten.empty_like.default, region(8), results=(region(8),)), RATES) == 0.0

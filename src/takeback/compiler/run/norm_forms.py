@@ -15,7 +15,7 @@ import torch
 
 from takeback.compiler.program import Op, Region
 from takeback.compiler.run.cluster_ops import plainly
-from takeback.compiler.run.sum_forms import two_stages
+from takeback.compiler.run.sum_forms import worth
 
 #: Layer norms by name: where the input, and the shape that is normalised, are among the operands.
 LAYER_NORMS = {"native_layer_norm": (0, 1), "native_layer_norm_backward": (1, 2)}
@@ -60,10 +60,10 @@ def batch_norm_backward(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None
     places = [1, x.shape[1], *(1 for _ in range(x.dim() - 2))]
     count = x.numel() // x.shape[1]
     over = list(dims[:-1])
-    total = two_stages(grad.to(wide), over)
-    product = two_stages(grad.to(wide) * (x.to(wide) - mean.reshape(places)), over)
-    if total is None or product is None:
+    if not worth(x, over):
         return None
+    parts = grad.to(wide), grad.to(wide) * (x.to(wide) - mean.reshape(places))
+    total, product = torch.stack([part.sum(over[1:]) for part in parts]).sum(1)  # side by side: one kernel adds both up
 
     def matrix(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.permute(*dims).reshape(count, x.shape[1]).to(wide)

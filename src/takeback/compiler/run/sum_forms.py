@@ -131,11 +131,17 @@ def sum_of_rows(
 
 
 def two_stages(x: torch.Tensor, dims: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor | None:
-    """The sum over dimensions of which the first is 0; None where too few sums would be formed side by side."""
-    if len(dims) < 2 or dims[0] != 0 or not x.is_floating_point():
-        return None
-    if x.numel() < _LEAST * math.prod(x.shape[d] for d in dims[1:]):
+    """The sum over dimensions of which the first is 0; None where it is not worth it."""
+    if not worth(x, dims):
         return None
     result = dtype or x.dtype
     wide = torch.float32 if result.itemsize < 4 else result
     return x.sum(list(dims[1:]), dtype=wide).sum(0).to(result)
+
+
+def worth(x: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Whether a sum over these dimensions can be taken in two stages, and enough sums are formed side by side."""
+    if len(dims) < 2 or dims[0] != 0 or not x.is_floating_point():
+        return False
+    beside = int(x.numel()) // math.prod(int(x.shape[d]) for d in dims[1:])
+    return beside >= _LEAST
