@@ -1,13 +1,14 @@
 """PyTorch's own samples of its differentiable operators and of its modules, each trained by takeback beside eager.
 
     python benchmarks/op_samples.py [--of ops|modules] [--mode fast|exact] [--memory auto] [--early] [--poison]
-        [--kernels eager|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
+        [--kernels eager|traced|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
 
 From `torch.testing._internal`: `common_methods_invocations.op_db` and `common_modules.module_db`, on the CPU, in
 float32, the first samples of each. A step multiplies the sample's first tensor by a parameter, calls the op, and adds
 up what it gives; sample_steps.py says how it is trained and what the outcomes are. In mode fast clusters run with
-eager's kernels, so that what is looked at is the plan; with `--kernels generated` Inductor compiles them, a few seconds
-each. The JSON file holds several such runs, by `--key`.
+eager's kernels, so that what is looked at is the plan; with `--kernels traced` as what Inductor would be given, op by
+op, each compared with double precision; with `--kernels generated` Inductor compiles them, a few seconds each. The JSON
+file holds several such runs, by `--key`.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ def main() -> None:
     parser.add_argument("--memory", default="auto")
     parser.add_argument("--early", action="store_true", help='update="early"')
     parser.add_argument("--poison", action="store_true")
-    parser.add_argument("--kernels", choices=("eager", "generated"), default="eager", help="of clusters, in mode fast")
+    parser.add_argument(
+        "--kernels", choices=("eager", "traced", "generated"), default="eager", help="of clusters, in mode fast"
+    )
     parser.add_argument("--samples", type=int, default=1, help="of each op")
     parser.add_argument("--limit", type=int, help="so many ops")
     parser.add_argument("--only", nargs="*", help="ops by name")

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 import takeback as tb
 from takeback.compiler.program import Cluster
 from takeback.compiler.run import kernels
-from takeback.compiler.run.inductor import Compiled, NotCompiled
+from takeback.compiler.run.inductor import Compiled, NotCompiled, interpret_cluster
 from takeback.errors import TakebackError
 
 STEPS = 4
@@ -57,12 +57,12 @@ class How:
     memory: str = "auto"
     update: str = "end"
     poison: bool = False
-    kernels: str = "eager"  #: of clusters, in mode fast: or "generated", by Inductor
+    kernels: str = "eager"  #: of clusters, in mode fast: or "generated", by Inductor, or "traced", as it is given them
 
     def use_kernels_(self) -> None:
         """From now on, in this process."""
-        if self.kernels == "eager":
-            kernels.compile_cluster = not_compiled
+        if self.kernels != "generated":
+            kernels.compile_cluster = {"eager": not_compiled, "traced": interpret_cluster}[self.kernels]
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def outcome(subject: Subject, how: How) -> Row:
         return Row(**row, outcome="refused", reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     except Exception:
         return Row(**row, outcome="foreign exception", reason=traceback.format_exc()[-1500:])
-    if how.kernels == "generated":
+    if how.kernels != "eager":
         row |= _kernels(step)
     if ours.same(reference):
         return Row(**row, outcome="equal")

@@ -1,9 +1,10 @@
 """Draws random programs for as long as it is told, in both modes, and writes down how many, and what became of them.
 
-    PYTHONPATH=tests:tests/fuzz python tests/fuzz/run_fuzz.py [--minutes 60] [--seed 0] [--json PATH]
+    PYTHONPATH=tests:tests/fuzz python tests/fuzz/run_fuzz.py [--minutes 60] [--seed 0] [--traced] [--json PATH]
 
-Each program is trained in mode exact and in mode fast (with eager's kernels in clusters). What is wrong is shrunk and
-printed, and the next seed begins. Exits with 1 if there was any.
+Each program is trained in mode exact, and in mode fast with eager's kernels in clusters. With `--traced` in mode fast
+alone, with what Inductor would be given, op by op: each such kernel is compared with double precision. What is wrong is
+shrunk and printed, and the next seed begins. Exits with 1 if there was any.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from trials import judge
 
 from takeback.compiler.passes import recompute
 from takeback.compiler.run import kernels
-from takeback.compiler.run.inductor import Compiled, NotCompiled
+from takeback.compiler.run.inductor import Compiled, NotCompiled, interpret_cluster
 
 EXAMPLES = 100  #: of each seed
 
@@ -33,18 +34,19 @@ EXAMPLES = 100  #: of each seed
 class Outcomes:
     """Counted by mode."""
 
-    def __init__(self) -> None:
-        self.counts = {mode: collections.Counter[str]() for mode in ("exact", "fast")}
+    def __init__(self, *, traced: bool) -> None:
+        self.counts = {mode: collections.Counter[str]() for mode in (("fast",) if traced else ("exact", "fast"))}
+        self.traced = traced
         self.reasons: collections.Counter[str] = collections.Counter()
         self.programs = 0
 
     def try_(self, recipe: Recipe) -> None:
         for mode, counts in self.counts.items():
-            found = judge(recipe, mode)
+            found = judge(recipe, mode, whole=not self.traced)
             if found == "no program":
                 return
             counts[found.partition(":")[0]] += 1
-            self.programs += mode == "exact"
+            self.programs += mode == "fast"
             if found.startswith("refused"):
                 self.reasons[found.removeprefix("refused: ")] += 1
 
@@ -85,13 +87,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--traced", action="store_true", help="clusters run as what Inductor would be given")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    kernels.compile_cluster = _not_compiled
+    kernels.compile_cluster = interpret_cluster if asked.traced else _not_compiled
     for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
         setattr(recompute, name, 4)  # any choice of what to rebuild has eager's bits, so a fair one will do
-    began, outcomes = time.monotonic(), Outcomes()
+    began, outcomes = time.monotonic(), Outcomes(traced=asked.traced)
     wrong = fuzz(asked.minutes, asked.seed, outcomes)
     if asked.json is not None:
         found = {
@@ -100,6 +103,7 @@ def main() -> int:
             "python": platform.python_version(),
             "minutes": round((time.monotonic() - began) / 60, 1),
             "seed": asked.seed,
+            "traced": asked.traced,
             "instructions": len(APPLY),
             "programs": outcomes.programs,
             "counts": {mode: dict(counts) for mode, counts in outcomes.counts.items()},

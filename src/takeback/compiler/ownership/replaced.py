@@ -46,7 +46,7 @@ def walk_around(replaced: Replaced) -> tuple[SymbolWalk, SymbolWalk]:
                 )
         if position == max(replaced.new):
             for b, layers in left.items():
-                now.contents.replace(b, layers)
+                now.leave_(b, layers, varies=then.varies(b))
     return then, now
 
 

@@ -95,6 +95,18 @@ class SymbolWalk:
         else:
             self._run(op, facts)
 
+    def varies(self, b: BufferId) -> bool:
+        """Whether a buffer may hold something else in another step."""
+        return b in self._varies
+
+    def leave_(self, b: BufferId, layers: tuple[WriteLayer, ...], *, varies: bool) -> None:
+        """What ops that are not walked leave in a buffer."""
+        self.contents.replace(b, layers)
+        if varies:
+            self._varies.add(b)
+        else:
+            self._varies.discard(b)
+
     def _average(self, parameters: Collection[int]) -> None:
         places = dict.fromkeys(self.program.grads[i] for i in sorted(parameters) if i in self.program.grads)
         symbols = [self.contents.read(region) for region in places]

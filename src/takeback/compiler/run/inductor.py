@@ -42,11 +42,28 @@ class NotCompiled(Exception):
 
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
+    with _by_itself(device):
+        return _compile(cluster, device)
+
+
+def interpret_cluster(cluster: Cluster, device: torch.device) -> Compiled:
+    """The same without Inductor: what it would be given, op by op. For who tests that."""
+    with _by_itself(device):
+        graph, _, _ = trace_cluster(cluster, device)
+
+    def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [t.clone() for t in graph(*operands)]  # kernels give results in bytes of their own, a graph views, too
+
+    return run
+
+
+@contextlib.contextmanager
+def _by_itself(device: torch.device) -> Iterator[None]:
     try:
         # The step may be called under autocast, whose casts are ops of the cluster: they are not to be made again.
         with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch's own affairs: where they are errors nothing would compile
-            return _compile(cluster, device)
+            yield
     except Exception as error:  # whatever it is, eager's kernels do the same
         raise NotCompiled(in_a_line(error)) from error
 
@@ -60,8 +77,23 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
+
+    graph, operands, mode = trace_cluster(cluster, device)
+    # Without this Inductor takes the strides of a result for its own affair.
+    output = graph.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
+    output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
+    known = {name: value for name, value in {**_SETTINGS, **INLINED}.items() if _has(config, name)}
+    told = tracing(TracingContext(mode))
+    sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
+    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:
+        return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
+
+
+def trace_cluster(cluster: Cluster, device: torch.device) -> tuple[torch.fx.GraphModule, list[torch.Tensor], Any]:
+    """What Inductor is given: a graph, the fake operands that it was traced with, and their mode."""
+    from torch._inductor.decomposition import select_decomp_table
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -73,16 +105,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # Inductor's cache asks for one
     with mode, torch.no_grad():
         operands = [_fake(region, device) for region in cluster.inputs]
-        graph = make_fx(compute, decomposition_table=select_decomp_table())(*operands)
-    # Without this Inductor takes the strides of a result for its own affair.
-    output = graph.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
-    output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
-    known = {name: value for name, value in {**_SETTINGS, **INLINED}.items() if _has(config, name)}
-    told = tracing(TracingContext(mode))
-    sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:
-        return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
+        return make_fx(compute, decomposition_table=select_decomp_table())(*operands), operands, mode
 
 
 @contextlib.contextmanager

@@ -143,5 +143,5 @@ def worth(x: torch.Tensor, dims: Sequence[int]) -> bool:
     """Whether a sum over these dimensions can be taken in two stages, and enough sums are formed side by side."""
     if len(dims) < 2 or dims[0] != 0 or not x.is_floating_point():
         return False
-    beside = int(x.numel()) // math.prod(int(x.shape[d]) for d in dims[1:])
+    beside = int(x.numel()) // max(1, math.prod(int(x.shape[d]) for d in dims[1:]))
     return beside >= _LEAST
