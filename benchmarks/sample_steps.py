@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 import takeback as tb
 from takeback.compiler.program import Cluster
-from takeback.compiler.run import kernels
+from takeback.compiler.run import kernels, plan_maker
 from takeback.compiler.run.inductor import Compiled, NotCompiled, interpret_cluster
 from takeback.errors import TakebackError
 
@@ -63,6 +63,8 @@ class How:
         """From now on, in this process."""
         if self.kernels != "generated":
             kernels.compile_cluster = {"eager": not_compiled, "traced": interpret_cluster}[self.kernels]
+        if self.kernels == "eager":
+            plan_maker.in_one_kernel = lambda optimizers: False
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from rich.table import Table
 import takeback as tb
 from common import machine
 from takeback.compiler.program import Cluster
-from takeback.compiler.run import kernels
+from takeback.compiler.run import kernels, plan_maker
 from takeback.compiler.run.inductor import Compiled, NotCompiled
 from takeback.errors import TakebackError
 from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of
@@ -468,6 +468,7 @@ def main() -> None:
     how = How(arguments.mode, arguments.memory, arguments.kernels)
     if how.kernels == "eager":
         kernels.compile_cluster = not_compiled
+        plan_maker.in_one_kernel = lambda optimizers: False
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     assert transformers.LlamaForCausalLM is not None  # imports what all share, before the processes are forked

@@ -29,7 +29,7 @@ os.environ.setdefault("TAKEBACK_PLANS", "0")
 import takeback
 from takeback.compiler.passes import pipeline, recompute
 from takeback.compiler.passes.cost import Rates
-from takeback.compiler.run import allocator, calibrate, kernels
+from takeback.compiler.run import allocator, calibrate, kernels, plan_maker
 from takeback.compiler.run.inductor import NotCompiled
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
 from takeback.options import open_cache
@@ -159,12 +159,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def eagers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mode "fast" without a compiler: every cluster runs with eager's kernels, and gives eager's bits."""
+    """Mode "fast" without a compiler: every cluster runs with eager's kernels, and gives eager's bits. So does the
+    update, on eager's path."""
 
     def missing(cluster: object, device: object) -> None:
         raise NotCompiled("there is no compiler here")
 
     monkeypatch.setattr(kernels, "compile_cluster", missing)
+    monkeypatch.setattr(plan_maker, "in_one_kernel", lambda optimizers: False)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import map_tensors, tensors_of
 from takeback.compiler.capture.cuda_scratch import with_scratch
 from takeback.compiler.capture.fakes import FakeWorld
-from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, check_early, finish_program, in_one_kernel, why_own_steps
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.no_gpu import as_if_on_gpu
 from takeback.compiler.capture.optimizers import Optimizers
@@ -134,6 +134,8 @@ def _finished(
     twins_on = None if device is None else "cpu"
     check_early(options, optimizers, twins_on=twins_on)
     own_steps = why_own_steps(optimizers, twins_on=twins_on)
+    fast = options.is_fast((device or subjects.device_of(model)).type)
+    one_kernel = fast and in_one_kernel(optimizers, twins_on=twins_on)
     with FakeWorld(unnoticed=device is not None, device=device) as world:
         fake_model, fake_optimizers, fake_loss_fn = world.copy(model, optimizers, loss_fn)
         fake_batch, fake_kwargs = map_tensors((batch, kwargs), world.fake)
@@ -156,5 +158,6 @@ def _finished(
             subject.names,
             own_steps=own_steps,
             one_by_one=options.update == "early",
+            one_kernel=one_kernel,
             keep_grads=options.keep_grads,
         )

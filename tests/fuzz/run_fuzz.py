@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from trials import judge
 
 from takeback.compiler.passes import recompute
-from takeback.compiler.run import kernels
+from takeback.compiler.run import kernels, plan_maker
 from takeback.compiler.run.inductor import Compiled, NotCompiled, interpret_cluster
 
 EXAMPLES = 100  #: of each seed
@@ -92,6 +92,8 @@ def main() -> int:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     kernels.compile_cluster = interpret_cluster if asked.traced else _not_compiled
+    if not asked.traced:
+        plan_maker.in_one_kernel = lambda optimizers: False
     for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
         setattr(recompute, name, 4)  # any choice of what to rebuild has eager's bits, so a fair one will do
     began, outcomes = time.monotonic(), Outcomes(traced=asked.traced)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from short_of_memory import WORDS, Shortage, Twins, in_recordings, in_replays, put_back_, unchanged
 
-from takeback.compiler.run import calibrate, eager, inductor, kernels, verify
+from takeback.compiler.run import calibrate, eager, inductor, kernels, plan_maker, verify
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.earnings import NOT_EARNED, Earnings
 from takeback.compiler.run.inductor import NotCompiled
@@ -40,12 +40,13 @@ NO_ROOM_IN_EAGER = f"eager has no room for this step ({WORDS})"
 
 @pytest.fixture(autouse=True)
 def quick_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager's in clusters; what is compiled is the matter of the last tests."""
+    """Eager's in clusters, and in the update; what is compiled is the matter of the last tests."""
 
     def missing(cluster: object, device: object) -> None:
         raise NotCompiled("there is no compiler here")
 
     monkeypatch.setattr(kernels, "compile_cluster", missing)
+    monkeypatch.setattr(plan_maker, "in_one_kernel", lambda optimizers: False)
 
 
 @contextlib.contextmanager

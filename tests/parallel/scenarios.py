@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import takeback as tb
 from takeback.compiler.passes import Home
-from takeback.compiler.run import kernels
+from takeback.compiler.run import kernels, plan_maker
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.inductor import NotCompiled
 from takeback.flat import cut, lay_out
@@ -181,6 +181,7 @@ def in_clusters(rank: int, group: dist.ProcessGroup) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "compile_cluster", refuse)
+        patch.setattr(plan_maker, "in_one_kernel", lambda optimizers: False)
         step = race(rank, group, convnet, rows(rank, shape=(2, 6, 6)), mode="fast")
     assert step.report().kernels
 

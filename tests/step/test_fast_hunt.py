@@ -19,7 +19,7 @@ import takeback as tb
 from takeback.compiler.passes import pipeline
 from takeback.compiler.passes.chunk_head import chunk_head
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Region, Role
-from takeback.compiler.run import kernels, plan_file
+from takeback.compiler.run import kernels, plan_file, plan_maker
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.inductor import Compiled, NotCompiled
 
@@ -34,6 +34,7 @@ def eagers_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         raise NotCompiled("eager's kernels were asked for")
 
     monkeypatch.setattr(kernels, "compile_cluster", not_compiled)
+    monkeypatch.setattr(plan_maker, "in_one_kernel", lambda optimizers: False)
     whole = [replace(s, idle=lambda _: "off") if s.run is chunk_head else s for s in pipeline.PIPELINE]
     monkeypatch.setitem(pipeline.run_passes.__kwdefaults__, "stages", tuple(whole))
 

@@ -11,7 +11,7 @@ import torch
 
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.scaling import Scaling
-from takeback.compiler.capture.twin import disproof
+from takeback.compiler.capture.twin import differs_in_one_kernel, disproof
 from takeback.compiler.capture.update import Update, Updates, lacks_state, own_step_reason, write_update
 from takeback.compiler.program import BufferId, Program, Region
 from takeback.errors import OptionError
@@ -54,6 +54,13 @@ def _why(optimizer: torch.optim.Optimizer, scaling: Scaling | None, twins_on: st
     return reason or disproof(optimizer, scaling, twins_on)
 
 
+def in_one_kernel(optimizers: Optimizers, *, twins_on: str | None = None) -> bool:
+    """Whether torch's kernels that update in one pass do what the user's optimizers do whose update is written, but for
+    rounding: shown on twins."""
+    written = [member for member in optimizers.members if own_step_reason(member) is None]
+    return all(differs_in_one_kernel(member, twins_on) is None for member in written)
+
+
 def check_early(options: Options, optimizers: Optimizers, *, twins_on: str | None = None) -> None:
     """Raises where `update="early"` is asked of an optimizer whose update is not part of the plan."""
     reasons = why_own_steps(optimizers, twins_on=twins_on) if options.update == "early" else ()
@@ -73,11 +80,13 @@ def finish_program(
     *,
     own_steps: Sequence[str | None],
     one_by_one: bool = False,
+    one_kernel: bool = False,
     keep_grads: bool = False,
     scaling: Scaling | None = None,
 ) -> Finished:
     """`own_steps` is what `why_own_steps` said of the user's optimizers. `names` are those of the parameters, by id.
-    `one_by_one`: each parameter may be updated at a time of its own. `keep_grads`: the caller wants the gradients."""
+    `one_by_one`: each parameter may be updated at a time of its own. `one_kernel`: in torch's kernel for it, if it has
+    one, whatever path eager takes. `keep_grads`: the caller wants the gradients."""
     updated = [parameters[i] for i in program.grads]
     awaits = own_steps == (None,) and scaling is not None and lacks_state(optimizers.only, updated)
     reasons = (_AWAITS_STATE,) if awaits else own_steps
@@ -89,7 +98,14 @@ def finish_program(
         planned.update(id(p) for group in member.param_groups for p in group["params"])
         formulas = sum(len(update.formulas) for update in updates)
         program, update = write_update(
-            program, member, parameters, names, one_by_one=one_by_one, scaling=scaling, formulas=formulas
+            program,
+            member,
+            parameters,
+            names,
+            one_by_one=one_by_one,
+            one_kernel=one_kernel,
+            scaling=scaling,
+            formulas=formulas,
         )
         updates.append(update)
     own = tuple(

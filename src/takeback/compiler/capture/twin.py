@@ -1,7 +1,8 @@
 """Proves a written-out update on a twin: an optimizer of the same kind and settings over a few small parameters.
 
 The twin takes a step under the recorder. What torch did must be, op for op and number for number, what
-`capture/update.py` writes; the first difference is returned in words.
+`capture/update.py` writes; the first difference is returned in words. Where the update is written as one kernel,
+whatever path eager takes, two twins must come to the same numbers but for rounding.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from takeback.compiler.program import Argument, Buffer, BufferId, HyperScalar, O
 
 aten = torch.ops.aten
 _DEFAULTS = (("alpha", 1.0), ("value", 1.0))
+_ROUNDINGS = 16  #: of the largest number, that three steps may differ by
 
 
 def disproof(
@@ -26,17 +28,9 @@ def disproof(
 ) -> str | None:
     """Runs the twin. None if torch did exactly what `write_update` writes, else the first difference. `scaling`: the
     step is taken through a scaler. `twin_on`: a device in place of that of the parameters."""
-    groups, grads, names = [], [], {}
-    for g, group in enumerate(optimizer.param_groups):
-        device = twin_on or next((p.device for p in group["params"]), None)
-        dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
-        twins = [torch.nn.Parameter(torch.ones(3, dtype=d, device=device)) for d in dtypes for _ in range(2)]
-        names.update({id(p): f"p{g}.{i}" for i, p in enumerate(twins)})
-        settings = {k: v for k, v in group.items() if k not in ("params", "initial_lr", "decoupled_weight_decay")}
-        groups.append({**settings, "params": twins})
-        grads += twins
-    settings = {k: v for k, v in optimizer.defaults.items() if k != "decoupled_weight_decay"}
-    twin = type(optimizer)(groups, **settings)
+    twin = _twin(optimizer, twin_on)
+    grads = [p for group in twin.param_groups for p in group["params"]]
+    names = {id(p): f"p{g}.{i}" for g, group in enumerate(twin.param_groups) for i, p in enumerate(group["params"])}
     for p in grads:
         p.grad = torch.full_like(p, 0.5)
     for _ in range(2):
@@ -86,6 +80,42 @@ def disproof(
     if len(ours) != len(theirs):
         return f"torch {torch.__version__} updates with {len(theirs)} ops where takeback wrote {len(ours)}"
     return None
+
+
+def differs_in_one_kernel(optimizer: torch.optim.Optimizer, twin_on: str | None = None) -> str | None:
+    """None if torch's kernel for this kind of update comes to the numbers that the optimizer's own path does, in a few
+    steps of a twin; else what does not."""
+    try:
+        plain, fused = _twin(optimizer, twin_on), _twin(optimizer, twin_on, fused=True, foreach=False)
+        for number in range(3):
+            for twin in (plain, fused):
+                for i, p in enumerate(p for group in twin.param_groups for p in group["params"]):
+                    p.grad = torch.linspace(-1, 1, p.numel(), device=p.device).mul(0.3 + i + number).to(p.dtype)
+                twin.step()
+    except RuntimeError as error:  # not on this device, or not for this dtype
+        return f"{type(error).__name__}: {error}"
+    pairs = zip(plain.param_groups, fused.param_groups, strict=True)
+    for theirs, ours in ((a, b) for one, other in pairs for a, b in zip(one["params"], other["params"], strict=True)):
+        for name, value in {"parameter": theirs.data, **plain.state[theirs]}.items():
+            found = ours.data if name == "parameter" else fused.state[ours][name]
+            if isinstance(value, torch.Tensor):
+                off = float((found.double().cpu() - value.double().cpu()).abs().max())
+                if off > _ROUNDINGS * torch.finfo(value.dtype).eps * max(1.0, float(value.abs().max())):
+                    return f"its {name} differs by {off:.2g}"
+    return None
+
+
+def _twin(optimizer: torch.optim.Optimizer, on: str | None, **otherwise: object) -> torch.optim.Optimizer:
+    """An optimizer of the same kind and settings, or with some `otherwise`, over two small parameters of each dtype."""
+    groups: list[dict[str, object]] = []
+    left_out = ("params", "initial_lr", "decoupled_weight_decay")
+    for group in optimizer.param_groups:
+        device = on or next((p.device for p in group["params"]), None)
+        dtypes = list(dict.fromkeys(p.dtype for p in group["params"]))
+        twins = [torch.nn.Parameter(torch.ones(3, dtype=d, device=device)) for d in dtypes for _ in range(2)]
+        groups.append({k: v for k, v in group.items() if k not in left_out} | {"params": twins} | otherwise)
+    settings = {k: v for k, v in optimizer.defaults.items() if k != "decoupled_weight_decay"}
+    return type(optimizer)(groups, **settings)
 
 
 def _canonical(

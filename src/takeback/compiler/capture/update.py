@@ -1,4 +1,5 @@
-"""Writes the optimizer's update as ops of the program, for SGD, Adam and AdamW, on the path eager would take.
+"""Writes the optimizer's update as ops of the program, for SGD, Adam and AdamW, on the path eager would take, or (mode
+fast) in the one kernel that torch has for it: one pass over parameters and state instead of a dozen.
 
 In: a program whose gradients are known, and the user's optimizer after its first own step (so that its state exists).
 Out: the program with the update appended, and the formulas of its run-time scalars; or a reason why the optimizer's own
@@ -64,6 +65,7 @@ class Update:
     formulas: tuple[Formula, ...]
     watched: tuple[tuple[torch.nn.Parameter, str, torch.Tensor], ...]  #: state tensors, by identity
     structure: tuple[object, ...]
+    together: tuple[tuple[torch.Tensor, ...], ...] = ()  #: counts of steps that one number stands for
 
     def scalars(self) -> list[float]:
         """The values of all formulas now: hyper-parameters and step counts are read afresh."""
@@ -87,7 +89,7 @@ class Update:
         for p, names, values in self._by_parameter:
             if not all(map(operator.is_, map(state.get(p, nothing).get, names), values)):
                 return False
-        return True
+        return all(map(_are_equal, self.together))
 
     @functools.cached_property
     def _by_parameter(self) -> list[tuple[torch.nn.Parameter, tuple[str, ...], tuple[torch.Tensor, ...]]]:
@@ -174,6 +176,11 @@ class _Updated:
     step: torch.Tensor | None
 
 
+def _are_equal(steps: Sequence[torch.Tensor]) -> bool:
+    """Counts of steps; of fake ones it is not known, and where a step is foreseen, they are the first."""
+    return len({step.item() for step in steps if type(step) is torch.Tensor}) <= 1
+
+
 def _path(group: Group) -> str:
     if group.get("fused"):
         return "fused"
@@ -183,6 +190,20 @@ def _path(group: Group) -> str:
     return "foreach" if foreach else "single"
 
 
+def _fits_one_kernel(slices: Sequence[_Updated]) -> bool:
+    """What torch's kernels that update in one pass ask for: tensors of a parameter that are alike, and counts of steps
+    that are one number."""
+    for s in slices:
+        alike = (s.parameter, s.grad, *(r for name, r in s.states.items() if name != "step"))
+        if not s.parameter.dtype.is_floating_point or not s.parameter.packed:
+            return False
+        if any(
+            (r.dtype, r.shape, r.stride) != (s.parameter.dtype, s.parameter.shape, s.parameter.stride) for r in alike
+        ):
+            return False
+    return _are_equal([s.step for s in slices if s.step is not None])
+
+
 def _write_group(
     w: UpdateWriter, kind: str, group: Group, slices: Sequence[_Updated], decoupled: bool, one_by_one: bool
 ) -> None:
@@ -190,7 +211,11 @@ def _write_group(
     for i, s in enumerate(slices):
         parts.setdefault(i if one_by_one else s.parameter.dtype, []).append(s)
     path = _path(group)
-    if path == "single":
+    if path != "fused" and w.one_kernel and _fits_one_kernel(slices):
+        count = _counted_on(w, slices) if kind == "adam" else None
+        for part in parts.values():
+            _sgd_fused(w, group, part, decoupled) if count is None else _adam_kernel(w, group, part, decoupled, count)
+    elif path == "single":
         for s in slices:
             _sgd_single(w, group, s) if kind == "sgd" else _adam_single(w, group, s, decoupled)
     else:
@@ -332,12 +357,29 @@ def _adam_foreach(w: UpdateWriter, group: Group, slices: Sequence[_Updated], dec
 
 
 def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Updated], decoupled: bool) -> None:
+    steps = tuple(s.states["step"] for s in slices)
+    w.write(aten._foreach_add_.Scalar, steps, 1)
+    _adam_kernel(w, group, slices, decoupled, *steps)
+    if w.scaled:
+        w.write(aten._foreach_sub_.List, steps, (w.scaled["found_inf"],) * len(steps))
+
+
+def _counted_on(w: UpdateWriter, slices: Sequence[_Updated]) -> Region:
+    """The count of this step, on the device, for an optimizer that counts on the host."""
+    w.write(aten._foreach_add_.Scalar, tuple(s.states["step"] for s in slices), 1)
+    w.together.append(tuple(s.step for s in slices if s.step is not None))
+    return w.number(w.scalar("t", lambda _, t: t, slices[0].step))
+
+
+def _adam_kernel(
+    w: UpdateWriter, group: Group, slices: Sequence[_Updated], decoupled: bool, count: Region, *more: Region
+) -> None:
+    """`count`: of the steps, for all of them, or with `more` for each."""
     parameters = tuple(s.parameter for s in slices)
     grads = tuple(s.grad for s in slices)
     m = tuple(s.states["exp_avg"] for s in slices)
     v = tuple(s.states["exp_avg_sq"] for s in slices)
-    steps = tuple(s.states["step"] for s in slices)
-    w.write(aten._foreach_add_.Scalar, steps, 1)
+    steps = (count, *more) if more else (count,) * len(slices)
     kwargs = {
         "amsgrad": False,
         "lr": _named(w, "lr"),
@@ -351,8 +393,6 @@ def _adam_fused(w: UpdateWriter, group: Group, slices: Sequence[_Updated], decou
     target = aten._fused_adamw_.default if decoupled else aten._fused_adam_.default
     written = tuple(r.buffer for r in (*parameters, *grads, *m, *v))
     w.ops.append(Op(target, (parameters, grads, m, v, (), steps), kwargs, (), written, Phase.UPDATE))
-    if w.scaled:
-        w.write(aten._foreach_sub_.List, steps, (w.scaled["found_inf"],) * len(steps))
 
 
 # -- with a scaler -----------------------------------------------------------------------------------------------
@@ -410,14 +450,16 @@ def write_update(
     names: Mapping[int, str],
     *,
     one_by_one: bool = False,
+    one_kernel: bool = False,
     scaling: Scaling | None = None,
     formulas: int = 0,
 ) -> tuple[Program, Update]:
     """The program with the optimizer's update appended. Call only if `own_step_reason` gave None. `one_by_one`: foreach
     and fused kernels are called for each parameter by itself, so that each update may run at a time of its own.
-    `scaling`: the kernels that skip the update themselves are told of the program's `found_inf`. `formulas`: how many
-    the updates written before have."""
-    w = UpdateWriter(program, formulas)
+    `one_kernel`: where torch has one that updates in one pass, it is written, whatever path eager takes. `scaling`: the
+    kernels that skip the update themselves are told of the program's `found_inf`. `formulas`: how many the updates
+    written before have."""
+    w = UpdateWriter(program, formulas, one_kernel=one_kernel)
     kind = _kind(optimizer)
     position = {id(p): i for i, p in enumerate(parameters)}
     if scaling is not None and scaling.in_kernel:
@@ -439,4 +481,4 @@ def write_update(
         if slices:
             _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)), one_by_one)
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
-    return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer))
+    return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer), tuple(w.together))

@@ -31,9 +31,11 @@ class Formula:
 class UpdateWriter:
     """Appends ops to a program; every tensor it is given is one that the program knows or borrows."""
 
-    def __init__(self, program: Program, before: int = 0) -> None:
-        """`before`: how many formulas the program's updates have already."""
-        self._before = before
+    def __init__(self, program: Program, before: int = 0, *, one_kernel: bool = False) -> None:
+        """`before`: how many formulas the program's updates have already. `one_kernel`: eager's path need not be
+        taken."""
+        self._before, self.one_kernel = before, one_kernel
+        self._device = program.device
         self.ops: list[Op] = []
         self.buffers: dict[BufferId, Buffer] = dict(program.buffers)
         self.externals: dict[BufferId, torch.Tensor] = dict(program.externals)
@@ -41,6 +43,7 @@ class UpdateWriter:
         self.watched: list[tuple[torch.nn.Parameter, str, torch.Tensor]] = []
         self.group = 0  #: the parameter group being written
         self.scaled: dict[str, Region] = {}  #: what fused kernels are given by a scaler
+        self.together: list[tuple[torch.Tensor, ...]] = []  #: counts of steps that one number stands for
         self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
 
     def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:
@@ -62,6 +65,15 @@ class UpdateWriter:
     def scalar(self, text: str, function: Function, step: torch.Tensor | None = None) -> HyperScalar:
         self.formulas.append(Formula(text, self.group, step, function))
         return HyperScalar(self._before + len(self.formulas) - 1, text)
+
+    def number(self, scalar: HyperScalar) -> Region:
+        """A run-time scalar as a tensor on the program's device."""
+        ident = BufferId(len(self.buffers))
+        self.buffers[ident] = Buffer(ident, torch.float32.itemsize, Role.INTERNAL)
+        made = Region(ident, torch.float32, (), (), 0)
+        like = {"dtype": torch.float32, "device": self._device, "pin_memory": False}
+        self.ops.append(Op(torch.ops.aten.full.default, ((), scalar), like, (made,), (), Phase.UPDATE))
+        return made
 
     def write(self, target: Any, onto: Region | tuple[Region, ...], *args: Argument, **kwargs: Argument) -> None:
         """An op that writes its first argument."""

@@ -150,6 +150,7 @@ def _finished(plan: Plan, maker: PlanMaker, *, early: bool, optimizers: Optimize
         {id(p): name for p, name in zip(plan.watch.parameters, plan.names, strict=True)},
         own_steps=why_own_steps(maker.optimizers, maker.scaling),
         one_by_one=early,
+        one_kernel=maker.one_kernel,
         keep_grads=maker.options.keep_grads,
         scaling=maker.scaling,
     )

@@ -153,6 +153,7 @@ class PendingUpdate:
             parameters,
             subject.names,
             own_steps=(None,) * len(maker.optimizers.members),
+            one_kernel=maker.one_kernel,
             scaling=scaling,
         )
         if finished.own_steps:

@@ -5,6 +5,7 @@ In: the user's objects and options. Out: a `Plan` for one key. Which plan is use
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.accumulation import finish_microbatch
 from takeback.compiler.capture.assumptions import NumberPlace
-from takeback.compiler.capture.finish import Finished, check_early, finish_program, why_own_steps
+from takeback.compiler.capture.finish import Finished, check_early, finish_program, in_one_kernel, why_own_steps
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
@@ -305,9 +306,16 @@ class PlanMaker:
             subject.names,
             own_steps=own_steps,
             one_by_one=one_by_one,
+            one_kernel=self.one_kernel,
             keep_grads=self.options.keep_grads,
             scaling=self.scaling,
         )
+
+    @functools.cached_property
+    def one_kernel(self) -> bool:
+        """Whether updates are written in torch's kernels for them, whatever path eager takes: mode fast need not have
+        eager's bits."""
+        return self.fast and in_one_kernel(self.optimizers)
 
     def _why_own_steps(self, sibling: Plan | None) -> tuple[str | None, ...]:
         """What was found of the optimizers holds for a sibling: they are watched."""
