@@ -91,6 +91,7 @@ def test_update_is_one_kernel_near_eagers(name: str, options: dict[str, Any]) ->
     assert any(kernel in found for kernel in KERNELS)
     assert not any("sqrt" in op or "lerp" in op or "addcdiv" in op for op in found)
     assert len(step._plans) == 1, "its numbers are read anew in each step"
+    assert any("torch's fused kernel" in note for note in step.report().notes)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -106,11 +107,11 @@ def test_half_precision_is_no_further_from_double_than_eagers_path(name: str) ->
         step(x)
         eager_step(other, square, optimizers[0], (x,))
         eager_step(true, square, optimizers[1], (x.double(),))
-    assert any(kernel in updates(step) for kernel in KERNELS)
+    assert any(kernel in updates(step) for kernel in KERNELS) or name.startswith("sgd"), "torch's is wrong there"
 
     def off(m: nn.Module) -> float:
         pairs = zip(m.parameters(), true.parameters(), strict=True)
-        return sum(float((p.double() - q).square().sum()) for p, q in pairs) ** 0.5
+        return sum(float((p.double() - q).detach().square().sum()) for p, q in pairs) ** 0.5
 
     assert off(model) <= 2 * off(other)
 
@@ -121,6 +122,7 @@ def test_mode_exact_takes_eagers_path() -> None:
     for _ in range(3):
         step(torch.randn(5, 6))
     assert "sqrt" in updates(step)
+    assert not any("fused kernel" in note for note in step.report().notes)
 
 
 def test_it_takes_less_than_eagers_path() -> None:
@@ -217,14 +219,14 @@ def test_gradients_that_waited_are_updated_in_one_kernel() -> None:
 def test_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = twin._twin
 
-    def faster(optimizer: torch.optim.Optimizer, on: str | None, **otherwise: object) -> torch.optim.Optimizer:
-        return honest(optimizer, on, **({**otherwise, "lr": 0.5} if otherwise else {}))
+    def faster(optimizer: torch.optim.Optimizer, on: str | None, **otherwise: Any) -> torch.optim.Optimizer:
+        return honest(optimizer, on, **(otherwise | ({"lr": 0.0101} if "fused" in otherwise else {})))
 
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     assert in_one_kernel(both := Optimizers((optimizer,), (optimizer,)))
     monkeypatch.setattr(twin, "_twin", faster)
-    assert "parameter differs" in str(twin.differs_in_one_kernel(optimizer))
+    assert "its parameter is" in str(twin.differs_in_one_kernel(optimizer))
     assert not in_one_kernel(both)
 
 

@@ -49,6 +49,11 @@ class Updates:
     def still_applies(self) -> bool:
         return all(update.still_applies() for update in self.each)
 
+    @property
+    def in_one_kernel(self) -> bool:
+        """Whether one of them is, though eager takes another path."""
+        return any(update.in_one_kernel for update in self.each)
+
     def note_(self) -> None:
         """What eager's step() would have noted of being called: a scheduler made since looks for it, and would warn
         (checked on 2.11 and 2.13)."""
@@ -66,6 +71,7 @@ class Update:
     watched: tuple[tuple[torch.nn.Parameter, str, torch.Tensor], ...]  #: state tensors, by identity
     structure: tuple[object, ...]
     together: tuple[tuple[torch.Tensor, ...], ...] = ()  #: counts of steps that one number stands for
+    in_one_kernel: bool = False  #: though eager takes another path
 
     def scalars(self) -> list[float]:
         """The values of all formulas now: hyper-parameters and step counts are read afresh."""
@@ -212,6 +218,7 @@ def _write_group(
         parts.setdefault(i if one_by_one else s.parameter.dtype, []).append(s)
     path = _path(group)
     if path != "fused" and w.one_kernel and _fits_one_kernel(slices):
+        w.took_another_path = True
         count = _counted_on(w, slices) if kind == "adam" else None
         for part in parts.values():
             _sgd_fused(w, group, part, decoupled) if count is None else _adam_kernel(w, group, part, decoupled, count)
@@ -481,4 +488,11 @@ def write_update(
         if slices:
             _write_group(w, kind, group, slices, bool(group.get("decoupled_weight_decay", False)), one_by_one)
     done = replace(program, ops=program.ops + tuple(w.ops), buffers=w.buffers, externals=w.externals)
-    return done, Update(optimizer, tuple(w.formulas), tuple(w.watched), structure(optimizer), tuple(w.together))
+    return done, Update(
+        optimizer,
+        tuple(w.formulas),
+        tuple(w.watched),
+        structure(optimizer),
+        tuple(w.together),
+        w.took_another_path,
+    )

@@ -44,6 +44,7 @@ class UpdateWriter:
         self.group = 0  #: the parameter group being written
         self.scaled: dict[str, Region] = {}  #: what fused kernels are given by a scaler
         self.together: list[tuple[torch.Tensor, ...]] = []  #: counts of steps that one number stands for
+        self.took_another_path = False  #: than eager
         self._by_storage = {t.untyped_storage()._cdata: b for b, t in self.externals.items()}
 
     def borrow(self, tensor: torch.Tensor, role: Role, name: str) -> Region:

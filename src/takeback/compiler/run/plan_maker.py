@@ -60,6 +60,11 @@ _WORSE = 0.05  #: by this part a choice may save less for other shapes before a 
 _ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
 
 
+_ONE_KERNEL = (
+    "the update is torch's fused kernel, one pass over parameters and state, also where the optimizer is not told "
+    "fused=True: mode='fast' need not round where eager's own path does"
+)
+
 STATELESS = "it has no state yet, and makes it in its first step; the next plan has the update"
 
 _EARLIER = (
@@ -203,6 +208,7 @@ class PlanMaker:
             notes=(
                 *got.notes,
                 *((_ADDS,) if micro is not None else ()),
+                *((_ONE_KERNEL,) if finished.update is not None and finished.update.in_one_kernel else ()),
                 *((_EARLIER,) if planned.from_earlier else ()),
                 *(
                     (f"the allocator's segments do not grow, so it may reserve much more: {self.segments}",)
