@@ -61,11 +61,14 @@ trust: $(STAMP)
 	$(BIN)/python $(SAMPLES) --mode exact --samples 3 $(HARD) --key "ops, exact, min"
 	$(BIN)/python $(SAMPLES) --mode fast --samples 3 $(HARD) --key "ops, fast, min"
 	$(BIN)/python $(SAMPLES) --mode exact --samples 3 --key "ops, exact, auto"
+	$(BIN)/python $(SAMPLES) --mode fast --samples 3 --kernels traced --memory keep --key "ops, fast, traced"
+	$(BIN)/python $(SAMPLES) --of modules --mode fast --samples 4 --kernels traced $(HARD) --key "modules, fast, traced"
 	$(BIN)/python $(SAMPLES) --mode fast --kernels generated --memory keep --key "ops, fast, generated kernels"
 	$(BIN)/python benchmarks/transformers_models.py --json benchmarks/results/transformers-models.json
 	$(BIN)/python benchmarks/transformers_models.py --mode fast --memory min --json benchmarks/results/transformers-models-fast.json
 	$(BIN)/python benchmarks/transformers_models.py --markdown docs/models.md
 	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/run_fuzz.py --minutes 120 --json benchmarks/results/fuzz.json
+	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/run_fuzz.py --traced --json benchmarks/results/fuzz-traced.json
 	$(BIN)/python benchmarks/trust.py
 
 # Known vulnerabilities of what is installed here. It asks a server, so it is not part of `make test`. Strictly: a package

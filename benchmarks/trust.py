@@ -83,7 +83,7 @@ def page() -> str:
         "mutations": _mutations,
         "op-samples": trust_samples.samples,
         "transformers-models": _models,
-        "fuzz": trust_samples.fuzz,
+        "fuzz": _fuzz,
         "faults-around": lambda _: _FAULTS.format(table=trust_faults.table()),
         "soak": _soak,
         "soak-fast": _soak,
@@ -104,6 +104,10 @@ def _models(exact: dict[str, Any]) -> str:
     fast = RESULTS / "transformers-models-fast.json"
     found = {"exact": exact} | ({"fast": json.loads(fast.read_text())} if fast.exists() else {})
     return trust_samples.models(found)
+
+
+def _fuzz(found: dict[str, Any]) -> str:
+    return trust_samples.fuzz(found, json.loads((RESULTS / "fuzz-traced.json").read_text()))
 
 
 def _mutations(found: dict[str, Any]) -> str:

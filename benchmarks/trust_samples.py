@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_KERNELS = {"eager": "eager's kernels", "traced": "what Inductor is given", "generated": "Inductor's kernels"}
 OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
 
 _SAMPLES = """## PyTorch's own samples
@@ -18,8 +19,9 @@ twice what eager is, plus {near:g} of the change. A sample of which eager itself
 |---|---|---|--:|{lines}
 {rows}
 
-Inductor made {generated} kernels for the clusters of these steps; {given_up} more were given up where they were
-compared with double precision, and eager's ran in their place.
+"what Inductor is given": the graphs that its kernels are made of, run op by op; each was compared with double
+precision, as a kernel is. Inductor made {generated} kernels for the clusters of these steps; {given_up} more were given
+up where they were compared, and eager's ran in their place.
 
 Why samples were refused, in mode exact:
 
@@ -50,7 +52,7 @@ Programs drawn by hypothesis: up to 14 of {instructions} instructions (modules w
 writes in place, other dtypes on the way, dropout, empty parts, shapes that depend on values), batches of six layouts
 whose row counts change from step to step, zero and one among them, three optimizers, `memory=` "auto", "min" or "keep",
 with and without poison, early updates and clipping. Each is trained beside eager in both modes; mode fast with eager's
-kernels in its clusters.
+kernels in its clusters. {traced}
 
 | mode | programs | equal | near | refused | wrong |
 |---|--:|--:|--:|--:|--:|
@@ -104,7 +106,7 @@ def _row(run: Mapping[str, Any], how: Mapping[str, Any]) -> str:
     counts = " | ".join(f"{run['counts'][o]:,}" for o in OUTCOMES)
     extra = [word for word, on in (("early", how["update"] == "early"), ("poison", how["poison"])) if on]
     memory = ", ".join((f'"{how["memory"]}"', *extra))
-    kernels = {"exact": "", "fast": "Inductor's kernels" if how["kernels"] == "generated" else "eager's kernels"}
+    kernels = {"exact": "", "fast": _KERNELS[how["kernels"]]}
     what = f"{how['of']}, {how['samples of each']} of each, {how['mode']}"
     return f"| {what} | {memory} | {kernels[how['mode']]} | {run['subjects']} | {counts} |"
 
@@ -146,7 +148,8 @@ def models(found: Mapping[str, Mapping[str, Any]]) -> str:
     )
 
 
-def fuzz(found: Mapping[str, Any]) -> str:
+def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
+    """`traced`: with what Inductor is given in its clusters."""
     wrong = len(found["wrong"])
     rows = [
         f"| {mode} | {sum(counts.values()):,} | "
@@ -155,7 +158,12 @@ def fuzz(found: Mapping[str, Any]) -> str:
     ]
     named = ("instructions", "seed", "date", "torch", "python", "minutes")
     note = f"\n{found['note']}" if "note" in found else ""
-    return _FUZZ.format(rows="\n".join(rows), note=note, **{k: found[k] for k in named})
+    also = (
+        f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters: of these kernels "
+        f"{len(traced['wrong']) or 'none'} was wrong beside double precision (seeds from {traced['seed']} on, "
+        f"{traced['date']}, {traced['minutes']} minutes)."
+    )
+    return _FUZZ.format(rows="\n".join(rows), note=note, traced=also, **{k: found[k] for k in named})
 
 
 def big(found: Mapping[str, Any]) -> str:
