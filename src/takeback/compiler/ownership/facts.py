@@ -23,6 +23,7 @@ EMPTY = frozenset(
         aten.empty_permuted.default,
         aten.new_empty.default,
         aten.new_empty_strided.default,
+        *((aten.empty.names,) if "names" in aten.empty.overloads() else ()),  # 2.11 has it, 2.13 has not
     )
 )
 
