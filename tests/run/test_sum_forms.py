@@ -18,6 +18,7 @@ from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Region, Rol
 from takeback.compiler.run import sum_forms
 from takeback.compiler.run.cluster_forms import forms, traced, without_repeats
 from takeback.compiler.run.cluster_ops import plainly, run_ops
+from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns, adds_up_rows, common_shapes
 
 pytestmark = pytest.mark.usefixtures("one_thread", "eagers_kernels")
@@ -197,16 +198,18 @@ class Turned(nn.Module):
         return self.last(self.norm(self.last(x.transpose(0, 1)).transpose(0, 1) * 2))
 
 
-def test_layer_norm_is_traced_in_the_order_in_which_its_rows_lie() -> None:
+def test_layer_norm_of_rows_in_another_order_is_known() -> None:
     model, x = Turned().double(), torch.randn(3, 5, 8, dtype=torch.float64)
     clusters = clusters_of(model, lambda m, x: m(x).square().mean(), x)
     for name in ("native_layer_norm", "native_layer_norm_backward"):
         cluster = with_names(clusters, name)
         assert adds_up_rows(cluster)
-        [node] = [n for n in graph_of(cluster).graph.nodes if str(n.target) == f"aten.{name}.default"]
-        given = node.args[name == "native_layer_norm_backward"]
-        assert given.meta["tensor_meta"].shape == (5, 3, 8)
+        assert lies_turned(cluster)
         same_numbers(cluster)
+    plain = clusters_of(
+        nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), lambda m, x: m(x * 2).square().mean(), torch.randn(3, 5, 8)
+    )
+    assert not any(map(lies_turned, plain))
 
 
 def test_padding_of_a_losss_gradient_is_put_beside_it() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from takeback.compiler.program import BufferId, Cluster, Op, Region, Special, renaming, show_geometry
 from takeback.compiler.run.cluster_ops import Call, plainly, run_ops
-from takeback.compiler.run.norm_forms import LAYER_NORMS, batch_norm_backward, layer_norm
+from takeback.compiler.run.norm_forms import batch_norm_backward
 from takeback.compiler.run.sum_forms import adds_up_rows, common_shapes, in_common_shape, sum_of_rows
 from takeback.compiler.schema import schema_of
 
@@ -57,8 +57,6 @@ def forms(cluster: Cluster) -> Call:
         found: Any = in_common_shape(op, shapes, args, kwargs)
         if name == "sum" and not by_rows and op.inputs[0].buffer in whole:
             found = sum_of_rows(op, whole[op.inputs[0].buffer], shapes, args, kwargs)
-        elif name in LAYER_NORMS:
-            found = layer_norm(op, name, args)
         elif name == "native_batch_norm_backward" and not by_rows and op.inputs[0].buffer in leaving:
             found = batch_norm_backward(op, args)
         if found is not None:

@@ -19,6 +19,7 @@ import torch
 from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
 
 Compiled = Callable[[list[torch.Tensor]], Any]
@@ -34,6 +35,10 @@ _SETTINGS = {
     "max_autotune": False,
     "triton.cudagraphs": False,
 }
+
+
+#: Loops in the order of the dimensions, whatever lies how.
+_AS_NAMED = {"pick_loop_orders": False}
 
 
 class NotCompiled(Exception):
@@ -84,7 +89,8 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
-    known = {name: value for name, value in {**_SETTINGS, **INLINED}.items() if _has(config, name)}
+    wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
+    known = {name: value for name, value in wanted.items() if _has(config, name)}
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
     with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:

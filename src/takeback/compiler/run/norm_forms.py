@@ -2,8 +2,8 @@
 
 A batch norm's backward adds up over all rows: in two stages (sum_forms.py), where the gradient that it is given is
 written by the same kernels. What it makes of the sums is traced as a matrix, or Inductor would go over it in the order
-of the sums. A layer norm of a tensor whose rows lie in another order than its dimensions name them is traced in the
-order in which they lie: Inductor would go over them in both.
+of the sums. Where a layer norm's rows lie in another order than its dimensions name them, Inductor is told to leave
+loops as they are: it would go over them in both orders.
 """
 
 from __future__ import annotations
@@ -13,38 +13,35 @@ from typing import Any
 
 import torch
 
-from takeback.compiler.program import Op, Region
-from takeback.compiler.run.cluster_ops import plainly
+from takeback.compiler.program import Cluster, Op, Region, Special
 from takeback.compiler.run.sum_forms import worth
+from takeback.compiler.schema import schema_of
 
 #: Layer norms by name: where the input, and the shape that is normalised, are among the operands.
-LAYER_NORMS = {"native_layer_norm": (0, 1), "native_layer_norm_backward": (1, 2)}
+_LAYER_NORMS = {"native_layer_norm": (0, 1), "native_layer_norm_backward": (1, 2)}
 
 
-def layer_norm(op: Op, name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A layer norm, or its backward, in the order of its rows; None where that is the order of its dimensions."""
-    x, shape = LAYER_NORMS[name]
-    given = op.args[x]
-    assert isinstance(given, Region)
-    order = _order(given, rows=len(args[shape]))
-    if order is None:
-        return None
-    back = [order.index(dim) for dim in range(len(order))]
-    turned = [a.permute(*order) if isinstance(a, torch.Tensor) and a.dim() == len(order) else a for a in args]
-    found = plainly(op, tuple(turned), {})
-    return tuple(t.permute(*back) if t is not None and t.dim() == len(order) else t for t in found)
+def lies_turned(cluster: Cluster) -> bool:
+    """Whether a layer norm is of rows that lie in another order than their dimensions name them, as they come out of
+    nn.MultiheadAttention with batch_first: some kernels would go over them in one order, some in the other."""
+    for op in cluster.ops:
+        assert not isinstance(op.target, Special)
+        places = _LAYER_NORMS.get(schema_of(op.target).name)
+        if places is not None:
+            given, shape = (op.args[place] for place in places)
+            assert isinstance(given, Region)
+            assert isinstance(shape, tuple)
+            if _is_turned(given, len(given.shape) - len(shape)):
+                return True
+    return False
 
 
-def _order(region: Region, rows: int) -> tuple[int, ...] | None:
-    """The dimensions in the order in which they lie, where that is another one than they are named in, for a tensor
-    without gaps whose last `rows` dimensions are where they belong; else None."""
-    count = len(region.shape) - rows
-    order = sorted(range(count), key=lambda dim: (-region.stride[dim], dim))
-    if order == list(range(count)):
-        return None
-    dims = (*order, *range(count, len(region.shape)))
+def _is_turned(region: Region, leading: int) -> bool:
+    """Of a tensor without gaps, its first dimensions are in another order, and the last ones where they belong."""
+    order = sorted(range(leading), key=lambda dim: (-region.stride[dim], dim))
+    dims = (*order, *range(leading, len(region.shape)))
     lies = replace(region, shape=tuple(region.shape[d] for d in dims), stride=tuple(region.stride[d] for d in dims))
-    return dims if lies.contiguous else None
+    return order != list(range(leading)) and lies.contiguous
 
 
 def batch_norm_backward(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
