@@ -6,21 +6,23 @@
     python benchmarks/gpu.py table --json FILE               # what was measured so far
     python benchmarks/gpu.py run gpt2 bert --device cpu --tiny --mode exact      # to try the script
 
-Models are in benchmarks/gpu_models.py, systems in benchmarks/gpu_systems.py. A row is a process of its own; rows run
-one after another and are merged into the file as they come, so an interrupted run keeps what it has. Ratios are to
-torch.compile on the same model. `fast@peak:compile@0.9` is takeback asked for 99 % of the peak that the named system
-has in the file. Inductor's, Triton's and takeback's caches are in one folder (--cache; with --cold each row has an
-empty one of its own). --parallel-warm fills it first, several processes at a time; kernels are then tuned while others
-run, so what is to be published is measured without it.
+Models are in benchmarks/gpu_models.py, systems in benchmarks/gpu_systems.py. A row is a process of its own, forked from
+one that has imported torch and the libraries of models; rows run one after another and are merged into the file as
+they come, so an interrupted run keeps what it has. Ratios are to torch.compile on the same model.
+`fast@peak:compile@0.9` is takeback asked for 99 % of the peak that the named system has in the file. Inductor's,
+Triton's and takeback's caches are in one folder (--cache; with --cold each row has an empty one of its own).
+--parallel-warm fills it first, several processes at a time; what kernels were found to run best with while others ran
+is then forgotten, so that each row finds that out for itself, alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +37,7 @@ SYSTEMS = (
     *("eager", "compile", "compile:reduce-overhead", "compile@0.9", "compile@0.7", "compile@0.5", "compile@0.3"),
     *("fast@keep", "fast@auto", "fast@min"),
 )
+FORKED = multiprocessing.get_context("forkserver")
 TOLD = 12  #: lines that are shown of what a process said that failed
 
 
@@ -42,31 +45,38 @@ TOLD = 12  #: lines that are shown of what a process said that failed
 
 
 def child(words: list[str], limit_s: float, threads: int | None = None) -> tuple[dict[str, Any] | None, str]:
-    """What a command of this file wrote as --json; else the last line of what it said."""
-    environment = dict(os.environ)
-    if threads is not None:
-        environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    """What a command of this file wrote as --json; else the last line of what it said. It is a process of its own,
+    forked from one that has imported what all need (gpu_imports.py)."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "row.json"
-        command = [sys.executable, str(HERE / "gpu.py"), *words, "--json", str(out), "--since", str(time.time())]
-        # A group of its own, so that compile workers end with it; not a session, which would outlive a killed driver.
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, process_group=0
-        )
+        out, said = Path(folder) / "row.json", Path(folder) / "said"
+        words = [*words, "--json", str(out), "--since", str(time.time())]
+        process = FORKED.Process(target=_in_child, args=(words, said, threads))
+        process.start()
         try:
-            _, said = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
+            process.join(limit_s)
+            late = process.is_alive()
+        finally:  # compile workers end with it
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid or 0, 9)
+                process.join()
+        if late:
             return None, f"stopped after {limit_s:.0f} s"
-        except BaseException:
-            os.killpg(process.pid, 9)
-            raise
-        if process.returncode == 0:
+        if process.exitcode == 0:
             return json.loads(out.read_text()) if out.exists() else {}, ""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line.strip() for line in said.read_text(errors="replace").splitlines() if line.strip()]
     print(*lines[-TOLD:], sep="\n", flush=True)
-    return None, guilty(lines) or f"ended with {process.returncode}"
+    return None, guilty(lines) or f"ended with {process.exitcode}"
+
+
+def _in_child(words: list[str], said: Path, threads: int | None) -> None:
+    os.setpgid(0, 0)  # a group of its own, which can be ended as one
+    if threads is not None:
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    for stream, descriptor in ((os.devnull, 1), (said, 2)):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), descriptor)
+    sys.argv = [str(HERE / "gpu.py"), *words]
+    main()
 
 
 def guilty(lines: list[str]) -> str:
@@ -100,6 +110,8 @@ def run(arguments: argparse.Namespace) -> None:
     results = Results.of(arguments.json)
     systems = systems_of(arguments)
     if arguments.parallel_warm:
+        if arguments.cache is None:
+            raise SystemExit("--parallel-warm fills a cache: name its folder with --cache")
         fill(arguments, systems)
     for model in arguments.models:
         for process in range(arguments.repeat):
@@ -143,6 +155,8 @@ def fill(arguments: argparse.Namespace, systems: list[str]) -> None:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for line in pool.map(one, [case for case in todo if case not in alone]):
             print(line, flush=True)
+    for found in (arguments.cache / "inductor").rglob("*.best_config"):
+        found.unlink()
 
 
 def curves(arguments: argparse.Namespace) -> None:
@@ -241,6 +255,10 @@ def main() -> None:
             command.add_argument("--parallel-warm", action="store_true", help="fill the caches first")
             command.add_argument("--jobs", type=int, default=4, help="processes that do so at a time")
     arguments = parser.parse_args()
+    if arguments.command in ("run", "curves"):
+        # Python of before 3.13 does not tell that process where to look.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        FORKED.set_forkserver_preload(["gpu_imports"])
     if arguments.command == "table":
         results = Results.of(arguments.json)
         show(results, arguments.models or dict.fromkeys(row["model"] for row in results.rows))
