@@ -1,12 +1,14 @@
-"""Lets two clusters that read the same run as one, where what the later one reads is there when the earlier one runs.
+"""Lets a cluster, or an op that could be in one, run in an earlier cluster that reads or makes much of what it reads,
+where all of that is there when the earlier one runs.
 
       du = cluster(dy, g)              silu(g) * dy           du, dg = cluster(dy, g, u)
       dw = mm(x, du)                                          dw     = mm(x, du)
       dg = cluster(dy, u, g)           its other factor       dh     = mm(dg, w)
       dh = mm(dg, w)
 
-Eager's order has a product between them. What both read is read once, and dies earlier; the later one's results are
-made earlier, which is done nowhere where the planned peak would grow.
+Eager's order has a product between them. What both read is read once, and dies earlier; what only the later one reads
+of the earlier one has no bytes any more. The later one's results are made earlier, which is done nowhere where the
+planned peak would grow.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from takeback.compiler.cluster import clustered, expanded
 from takeback.compiler.geometry import path
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fuse import MOST_OPS
+from takeback.compiler.passes.fusible import why_not
 from takeback.compiler.passes.waiting import NEAR, Headroom, depends, no_higher
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Program, Region
 
 
 def gather(draft: Draft) -> Draft:
-    """The draft with such clusters as one, where the first of them ran."""
+    """The draft with both as one cluster, where the first of them ran."""
     return no_higher(draft, _gathered)
 
 
@@ -46,22 +49,31 @@ def _gathered(draft: Draft, room: Headroom) -> Draft:
 
 
 def _fits(ops: Sequence[Op], first: int, second: int, program: Program) -> bool:
-    """Whether the second cluster may run with the first, and reads for the most part the same."""
+    """Whether the second op may run with the first, and reads much of what that reads or makes."""
     one, other = ops[first], ops[second]
-    if not isinstance(one.target, Cluster) or not isinstance(other.target, Cluster):
+    if not isinstance(one.target, Cluster) or one.phase is not other.phase or other.mutates or one.mutates:
         return False
-    if one.phase is not other.phase or other.mutates or one.mutates:
+    if not isinstance(other.target, Cluster) and why_not(other, program) is not None:
         return False
-    if len(one.target.ops) + len(other.target.ops) > MOST_OPS or not shares(other, one, program):
+    if len(one.target.ops) + length_of(other) > MOST_OPS or not shares(other, one, program):
         return False
-    return not depends(other, ops[first:second]) and not any(depends(op, [other]) for op in ops[first:second])
+    if not seen_whole(one, [other]):
+        return False
+    between = ops[first + 1 : second]
+    return not depends(other, between) and not any(depends(op, [other]) for op in between)
+
+
+def length_of(op: Op) -> int:
+    """Ops, as they were recorded."""
+    return len(op.target.ops) if isinstance(op.target, Cluster) else 1
 
 
 def shares(op: Op, other: Op, program: Program) -> bool:
-    """Whether half of what an op reads is read by the other, too."""
+    """Whether a third of what an op reads is read or made by the other, too: one of the two or three large operands that
+    the backward of a norm or of an activation has."""
     sizes = {r.buffer: program.buffers[r.buffer].size_bytes for r in op.inputs}
-    there = {r.buffer for r in other.inputs}
-    return bool(sizes) and 2 * sum(size for b, size in sizes.items() if b in there) > sum(sizes.values())
+    there = {r.buffer for r in (*other.inputs, *other.outputs)}
+    return bool(sizes) and 3 * sum(size for b, size in sizes.items() if b in there) > sum(sizes.values())
 
 
 def seen_whole(op: Op, readers: Sequence[Op]) -> bool:

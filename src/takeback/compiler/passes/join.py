@@ -15,7 +15,7 @@ from dataclasses import replace
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fuse import MOST_OPS
 from takeback.compiler.passes.fusible import why_not
-from takeback.compiler.passes.gather import one_of, seen_whole
+from takeback.compiler.passes.gather import length_of, one_of, seen_whole
 from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.program import Buffer, BufferId, Cluster, Op, Phase, Program
 
@@ -85,22 +85,22 @@ class _Joining:
             one = ops[at]
             if at in taken or not self._is_rebuilt(one) or not may_join(one, op, self._program):
                 break
-            if count + _length(one) > MOST_OPS or not seen_whole(one, [ops[i] for i in parts]):
+            if count + length_of(one) > MOST_OPS or not seen_whole(one, [ops[i] for i in parts]):
                 break
             parts.insert(0, at)
-            count += _length(one)
+            count += length_of(one)
         level = self._curve[position]
         for at in range(position + 1, len(ops)):
             one = ops[at]
             if not self._is_rebuilt(one) or not may_join(one, op, self._program):
                 break
             level += sum(self._buffers[r.buffer].size_bytes for r in one.outputs)
-            if count + _length(one) > MOST_OPS or level > self._peak:
+            if count + length_of(one) > MOST_OPS or level > self._peak:
                 break
             if not all(seen_whole(ops[i], [one]) for i in parts):
                 break
             parts.append(at)
-            count += _length(one)
+            count += length_of(one)
         return parts
 
     def _is_rebuilt(self, op: Op) -> bool:
@@ -110,7 +110,3 @@ class _Joining:
         inside = set(parts)
         read = {b for b, readers in self._readers.items() if readers - inside}
         return one_of([self._program.ops[i] for i in parts], self._buffers, self._named | read)
-
-
-def _length(op: Op) -> int:
-    return len(op.target.ops) if isinstance(op.target, Cluster) else 1

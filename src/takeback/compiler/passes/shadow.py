@@ -19,7 +19,7 @@ from dataclasses import replace
 from takeback.compiler.passes.choice import fixed_buffers
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fuse import MOST_OPS
-from takeback.compiler.passes.gather import one_of, seen_whole
+from takeback.compiler.passes.gather import length_of, one_of, seen_whole
 from takeback.compiler.passes.partial import making
 from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
@@ -94,8 +94,7 @@ class _Shadows:
         early = [i for i in readers if i < position]
         if not readers or any(i < position - NEAR for i in early):
             return None
-        length = len(again.target.ops) if isinstance(again.target, Cluster) else 1
-        if len(cluster.target.ops) + length > MOST_OPS or not seen_whole(again, ops[position:]):
+        if len(cluster.target.ops) + length_of(again) > MOST_OPS or not seen_whole(again, ops[position:]):
             return None
         new, at = list(ops), position
         for i in reversed(early):  # the last one first: those before it stay where they are

@@ -63,7 +63,10 @@ class Replayer:
         self._maker.heed_kernels_(plan)
         due = self._proof.is_due(proved=plan.is_proved, replays=self.count)
         if not due and (plan.unsampled is not None or not self._proof.samples(plan.family.replays)):
-            return self.replay(plan, leaves, micro=micro)
+            results = self.replay(plan, leaves, micro=micro)
+            if plan.executor.kernels.compared:  # what that took is no part of a steady step
+                plan.executor.settle_()
+            return results
         gave: list[Results] = []
         plan.executor.uncapture_()
 
