@@ -19,13 +19,15 @@ import torch
 from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.kernel_workers import compilers_go_on
 from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
 #: What is asked of Inductor. Results keep their strides; nothing is benchmarked; there is no check of shapes in each
-#: call, since the plan gives the same ones; a graph is never captured, since the plan may be.
+#: call, since the plan gives the same ones; a graph is never captured, since the plan may be, and code is not cut into
+#: parts for that.
 _SETTINGS = {
     "fx_graph_cache": True,
     "comprehensive_padding": False,
@@ -34,6 +36,7 @@ _SETTINGS = {
     "nan_asserts": False,
     "max_autotune": False,
     "triton.cudagraphs": False,
+    "graph_partition": False,
 }
 
 
@@ -49,6 +52,12 @@ def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
     with _by_itself(device):
         return _compile(cluster, device)
+
+
+def wait_for(compilers: Callable[[], None], device: torch.device) -> None:
+    """Those of a cluster that was compiled `at_once` with others. Raises `NotCompiled`."""
+    with _by_itself(device):
+        compilers()
 
 
 def interpret_cluster(cluster: Cluster, device: torch.device) -> Compiled:
@@ -93,7 +102,7 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     known = {name: value for name, value in wanted.items() if _has(config, name)}
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:
+    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums, compilers_go_on():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 
