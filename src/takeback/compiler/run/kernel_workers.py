@@ -53,6 +53,15 @@ def at_once() -> Iterator[Afterwards]:
         _current.reset(token)
 
 
+def put_off(wait: Callable[[], None]) -> None:
+    """Until afterwards, inside of `at_once`; else it is called here."""
+    afterwards = _current.get()
+    if afterwards is None:
+        wait()
+    else:
+        afterwards.put_off_(wait)
+
+
 @contextlib.contextmanager
 def compilers_go_on() -> Iterator[None]:
     """Around a call of Inductor: it does not wait for the compilers that it starts, if this is inside of `at_once`."""
