@@ -71,6 +71,17 @@ def test_source_is_of_all_that_traces_a_cluster() -> None:
     assert seen >= {f"{n}.py" for n in ("inductor", "cluster_forms", "norm_forms", "sum_forms", "program", "geometry")}
 
 
+def test_kept_module_imports_what_it_uses() -> None:
+    """The rest would bring all that Inductor compiles with."""
+    heavy = "from torch._inductor.select_algorithm import extern_kernels\n"
+    align = "from torch._inductor.codegen.memory_planning import _align as align\n"
+    body = "import torch\nassert_alignment = torch._C._dynamo.guards.assert_alignment\n"
+    assert kernel_file.less_imports(align + body + heavy) == body
+    uses = f"{heavy}{body}extern_kernels.mm(a, b, out=c)\n"
+    assert kernel_file.less_imports(align + uses) == uses
+    assert kernel_file.less_imports(f"{align}{body}align(3)\n") == f"{align}{body}align(3)\n"
+
+
 @pytest.mark.parametrize("fault", ["not there", "no pickle", "it does not load"])
 def test_what_is_not_right_is_compiled_anew(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -82,8 +93,10 @@ def test_what_is_not_right_is_compiled_anew(fault: str, tmp_path: Path, monkeypa
     if fault == "no pickle":
         (folder / "entry").write_bytes(b"torn")
     if fault == "it does not load":
-        failing = mock.Mock(side_effect=RuntimeError("no such symbol"))
-        monkeypatch.setattr(codecache.FxGraphCache, "_lookup_graph", failing)
+        failing = mock.Mock(_triton_bundle=None)
+        failing.after_deserialization.side_effect = RuntimeError("no such symbol")
+        candidates = mock.Mock(return_value=iter([(failing, b"", True)]))
+        monkeypatch.setattr(codecache.FxGraphCache, "iterate_over_candidates", candidates)
     monkeypatch.setattr(inductor, "_compile", lambda *args: "compiled")
     monkeypatch.setattr(kernel_file, "keep_", lambda key, graph, wait: wait())
     assert compile_cluster(cluster_of(), CPU) == "compiled"
@@ -93,7 +106,7 @@ def test_graph_is_kept_when_its_compilers_are_done_with_what_they_made(monkeypat
     @dataclasses.dataclass
     class Graph(CompiledFxGraph):
         def __init__(self) -> None:
-            self.compiled_fn_runner = None
+            self.compiled_fn_runner, self.source_code, self._original_gm = None, "import math\n", None
 
     happened: list[str] = []
     bundle = TritonBundle([], [])

@@ -10,10 +10,12 @@ Private torch throughout: checked on 2.11 and 2.13.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.metadata
 import platform
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,12 @@ import torch
 from takeback.compiler.program import Cluster
 
 _AN_ADDRESS = " at 0x"  #: in the text of an argument: another process has another one
+
+#: What a generated module imports, and the name under which it would use that.
+_OFTEN_UNUSED = {
+    "from torch._inductor.select_algorithm import extern_kernels": "extern_kernels",
+    "from torch._inductor.codegen.memory_planning import _align as align": "align",
+}
 
 
 def key_of(cluster: Cluster, device: torch.device, settings: Iterable[str]) -> str | None:
@@ -41,23 +49,27 @@ def key_of(cluster: Cluster, device: torch.device, settings: Iterable[str]) -> s
 
 
 def found(key: str) -> Any | None:
-    """The compiled graph, ready to be called, once its kernels are there; None if there is none."""
+    """The compiled graph, which may be called once its compilers have been waited for; None if there is none. As
+    Inductor does where it finds one, without what it imports to compile some."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.triton_bundler import TritonBundler
     from torch._inductor.utils import BoxedBool
 
-    constants = CompiledFxGraphConstants()
-    with _inductors_context():
-        graph, _ = FxGraphCache._lookup_graph(key, [], True, None, constants)
+    graph = next((graph for graph, *_ in FxGraphCache.iterate_over_candidates(True, None, key)), None)
     if graph is None:
         return None
+    if graph._triton_bundle:
+        TritonBundler.read_and_emit(graph._triton_bundle)
+    constants = CompiledFxGraphConstants()
+    graph.after_deserialization(constants)
     graph.post_compile([], constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
     return graph
 
 
 def keep_(key: str, graph: Any, wait: Callable[[], None]) -> None:
     """A compiled graph, with what its compilers make: `wait` waits for them."""
-    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.codecache import FxGraphCache, code_hash
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.triton_bundler import TritonBundler
 
@@ -70,9 +82,22 @@ def keep_(key: str, graph: Any, wait: Callable[[], None]) -> None:
         bundle, _ = TritonBundler.collect()
     finally:
         TritonBundler.end_compile()
-    graph.set_triton_bundle(bundle)
+    kept = copy.copy(graph)
+    kept.set_triton_bundle(bundle)
+    kept.source_code = less_imports(graph.source_code)
+    kept.cache_key = code_hash(kept.source_code)
+    kept.prepare_for_serialization()
     with _inductors_context():
-        FxGraphCache._save_graph(key, graph, [], True, None)
+        FxGraphCache._save_graph(key, kept, [], True, None)
+
+
+def less_imports(source: str) -> str:
+    """A generated module without what it imports and does not use: half a thousand modules, which only those need who
+    compile."""
+    for line, name in _OFTEN_UNUSED.items():
+        if len(re.findall(rf"\b{name}\b", source)) == 1:
+            source = source.replace(f"{line}\n", "")
+    return source
 
 
 def _inductors_context() -> Any:
