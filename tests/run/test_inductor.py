@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor import config
+from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 
 import takeback as tb
 from harness import eager_step
 from takeback import zoo
 from takeback.compiler.program import Cluster
-from takeback.compiler.run import kernels
+from takeback.compiler.run import inductor, kernels
+from takeback.compiler.run.cluster_proof import drawn, what_is_wrong
 from takeback.compiler.run.inductor import Compiled, NotCompiled, compile_cluster
 from takeback.compiler.run.kernels import ClusterKernel
 from takeback.options import cache_dir
@@ -65,16 +69,24 @@ def test_step_runs_on_a_generated_kernel_near_eager(monkeypatch: pytest.MonkeyPa
     [kernel] = [k for k in kernels_of(step) if k.cluster.writes]
     assert kernel.note is None
 
+    # Another process has none of this one's modules, and finds the kernel without tracing its cluster.
+    PyCodeCache.cache_clear()
+    monkeypatch.setattr(inductor, "trace_cluster", mock.Mock(side_effect=AssertionError("it is traced")))
+    CppPythonBindingsCodeCache.cache_clear()
+    again = compile_cluster(kernel.cluster, torch.device("cpu"))
+    operands = drawn(kernel.cluster, torch.device("cpu"))
+    assert what_is_wrong(kernel.cluster, again, operands) is None
+    with config.patch(unroll_reductions_threshold=2), pytest.raises(NotCompiled, match="it is traced"):
+        compile_cluster(kernel.cluster, torch.device("cpu"))  # under other settings it is another kernel
+
 
 def test_failure_of_the_compiler_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from takeback.compiler.run import inductor
-
-    def fails(cluster: object, device: object) -> None:
+    def fails(cluster: object, device: object, settings: object) -> None:
         raise RuntimeError("\n  C++ compile error\nand a thousand lines")
 
     monkeypatch.setattr(inductor, "_compile", fails)
     with pytest.raises(NotCompiled, match=r"^RuntimeError: C\+\+ compile error$"):
-        compile_cluster(None, torch.device("cpu"))  # type: ignore[arg-type]
+        compile_cluster(Cluster((), {}, (), ()), torch.device("cpu"))
 
 
 @pytest.mark.slow

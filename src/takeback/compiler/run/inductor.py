@@ -1,7 +1,8 @@
 """The handoff to Inductor, all of it: a cluster in, a function that runs its generated kernels out.
 
 The ops are traced on fake tensors with Inductor's decompositions and compiled by `compile_fx_inner`, in which
-`torch.compile` and `standalone_compile` end, too; its caches on disk hold what comes out, for the next process.
+`torch.compile` and `standalone_compile` end, too; its cache on disk holds what comes out, for the next process
+(run/kernel_file.py).
 Operands have the alignment that the plan gives them, and results the strides that were recorded.
 
 Private torch throughout: checked on 2.11 and 2.13.
@@ -10,6 +11,7 @@ Private torch throughout: checked on 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,23 +19,27 @@ from typing import Any
 import torch
 
 from takeback.compiler.program import Cluster, Region
+from takeback.compiler.run import kernel_file
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.kernel_workers import at_once, compilers_go_on, put_off
 from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
-#: What is asked of Inductor. Results keep their strides; nothing is benchmarked; there is no check of shapes in each
-#: call, since the plan gives the same ones; a graph is never captured, since the plan may be.
+#: What is asked of Inductor. What it compiles is kept by `kernel_file`, under another key. Results keep their strides;
+#: nothing is benchmarked; there is no check of shapes in each call, since the plan gives the same ones; a graph is not
+#: captured, since the plan may be, and code is not cut into parts for that.
 _SETTINGS = {
-    "fx_graph_cache": True,
+    "fx_graph_cache": False,
     "comprehensive_padding": False,
     "keep_output_stride": True,
     "size_asserts": False,
     "nan_asserts": False,
     "max_autotune": False,
     "triton.cudagraphs": False,
+    "graph_partition": False,
 }
 
 
@@ -46,9 +52,37 @@ class NotCompiled(Exception):
 
 
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
-    """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
+    """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`. Inside of `at_once` it
+    may be called when it has been waited for."""
     with _by_itself(device):
-        return _compile(cluster, device)
+        settings = _settings(cluster)
+        key = kernel_file.key_of(cluster, device, (repr(sorted(settings.items())),))
+        kept, wait = _found(key)
+        if kept is not None:
+            put_off(wait)
+            return kept
+        with at_once() as afterwards:
+            compiled = _compile(cluster, device, settings)
+        wait = afterwards.taken_()
+        if key is not None:
+            wait = functools.partial(kernel_file.keep_, key, compiled, wait)
+        put_off(wait)
+        return compiled
+
+
+def _found(key: str | None) -> tuple[Compiled | None, Callable[[], None]]:
+    """What an earlier process compiled, and its compilers: of some kernels only the source is kept."""
+    with at_once() as afterwards:
+        if key is not None:
+            with contextlib.suppress(Exception), compilers_go_on():  # whatever is wrong with it, it is compiled anew
+                return kernel_file.found(key), afterwards.taken_()
+    return None, afterwards.taken_()
+
+
+def wait_for(compilers: Callable[[], None], device: torch.device) -> None:
+    """Those of a cluster that was compiled `at_once` with others. Raises `NotCompiled`."""
+    with _by_itself(device):
+        compilers()
 
 
 def interpret_cluster(cluster: Cluster, device: torch.device) -> Compiled:
@@ -78,7 +112,14 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said[0] if said else 'no message'}"
 
 
-def _compile(cluster: Cluster, device: torch.device) -> Compiled:
+def _settings(cluster: Cluster) -> dict[str, Any]:
+    from torch._inductor import config
+
+    wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
+    return {name: value for name, value in wanted.items() if _has(config, name)}
+
+
+def _compile(cluster: Cluster, device: torch.device, settings: dict[str, Any]) -> Compiled:
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -89,11 +130,9 @@ def _compile(cluster: Cluster, device: torch.device) -> Compiled:
     output = graph.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
-    wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
-    known = {name: value for name, value in wanted.items() if _has(config, name)}
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    with V.set_fake_mode(mode), told, config.patch(known), torch.no_grad(), sums:
+    with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, compilers_go_on():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 

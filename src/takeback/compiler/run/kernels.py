@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,7 +16,8 @@ import torch
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import drawn, shaped, what_is_wrong
-from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight
+from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight, wait_for
+from takeback.compiler.run.kernel_workers import at_once
 from takeback.compiler.run.room import is_out_of_memory
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -146,14 +147,20 @@ class Kernels:
         return found
 
     def compile_(self, program: Program, tell: Told) -> None:
-        """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels."""
+        """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels. The
+        source of all is written first, so that their compilers work at the same time."""
         waiting = [kernel for kernel in self.in_program(program) if not kernel.tried]
-        for number, kernel in enumerate(waiting):
-            tell(f"compiling kernel {number + 1} of {len(waiting)}")
-            try:
-                kernel.use_(compile_cluster(kernel.cluster, self.device))
-            except NotCompiled as error:
-                kernel.refuse_(f"it could not be compiled ({error})")
+        written: list[tuple[ClusterKernel, Call, Callable[[], None]]] = []
+        with at_once() as afterwards:
+            for number, kernel in enumerate(waiting):
+                tell(f"writing kernel {number + 1} of {len(waiting)}")
+                with _refusing(kernel):
+                    written.append((kernel, compile_cluster(kernel.cluster, self.device), afterwards.taken_()))
+        for number, (kernel, compiled, wait) in enumerate(written):
+            tell(f"compiling kernel {number + 1} of {len(written)}")
+            with _refusing(kernel):
+                wait_for(wait, self.device)
+                kernel.use_(compiled)
 
     def compare_beforehand_(self, program: Program) -> None:
         """Those that have not been used, where that may not be possible later."""
@@ -164,3 +171,11 @@ class Kernels:
         """The distinct kernels of a program, in order."""
         clusters = [op.target for op in program.ops if isinstance(op.target, Cluster)]
         return list(dict.fromkeys(self.of(cluster) for cluster in clusters))
+
+
+@contextlib.contextmanager
+def _refusing(kernel: ClusterKernel) -> Iterator[None]:
+    try:
+        yield
+    except NotCompiled as error:
+        kernel.refuse_(f"it could not be compiled ({error})")

@@ -42,6 +42,7 @@ from takeback.compiler.run.cuda_graph import GraphSettings
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.kernel_workers import warm_up_
 from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Family, Plan
@@ -89,6 +90,8 @@ class PlanMaker:
         self.segments = let_segments_grow_(self.device) if self.device.type == "cuda" else None
         self.kernels = Kernels(self.device)
         self.fast = options.is_fast(self.device.type)
+        if self.fast:
+            warm_up_(self.device)
         self.graphs = GraphSettings(options.graphs, NEAR if self.fast else Bits())
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
