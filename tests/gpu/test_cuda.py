@@ -432,7 +432,7 @@ def test_numpy_in_the_backward_is_refused_on_autograds_own_thread() -> None:
 
 def test_predict_is_refused_for_a_model_on_the_gpu() -> None:
     model = nn.Linear(4, 4).to(DEVICE)
-    with pytest.raises(OptionError, match="predicts for the CPU only; the model is on cuda:0"):
+    with pytest.raises(OptionError, match="the model is on cuda:0, and the prediction would be for the CPU"):
         tb.predict(model, lambda m, x: m(x).sum(), adamw(model), torch.randn(2, 4, device=DEVICE))
 
 

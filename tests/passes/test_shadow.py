@@ -107,6 +107,36 @@ def residual() -> Program:
     return replace(program, ops=tuple(ops))
 
 
+class Branching(nn.Module):
+    """A residual block whose other branch has a norm, too; and products after it, so that there is room below the
+    peak when its backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+        self.rest = nn.Sequential(*(m for _ in range(3) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(F.relu(self.norms[0](self.conv(x)) + self.norms[1](self.other(x))))
+
+
+def test_op_that_reads_what_an_earlier_cluster_makes_runs_in_it() -> None:
+    """Eager runs the backward of one norm, its convolution's, and then the other norm's, alone."""
+    torch.manual_seed(0)
+    program = recorded(Branching(), lambda m, x: m(x).square().mean(), torch.randn(4, 8, 12, 12))
+    before = until(program, gather)
+    after = checked(before, gather(before))
+    backward = "native_batch_norm_backward"
+    assert sum([backward] == names(op) for op in before.program.ops) == 1
+    [both] = [op for op in after.program.ops if names(op).count(backward) == 2]
+    masked = next(op for op in before.program.ops if "threshold_backward" in names(op) and backward in names(op))
+    alone = next(op for op in before.program.ops if [backward] == names(op))
+    passed_on = {r.buffer for r in masked.outputs} & {r.buffer for r in alone.inputs}
+    assert passed_on
+    assert not passed_on & {r.buffer for r in both.outputs}  # it has no bytes any more
+
+
 def test_two_clusters_that_read_the_same_are_one() -> None:
     before = until(gated(), gather)
     assert silus(before.program) == 6, "eager's order has a product between the two of a block"

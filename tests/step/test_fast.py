@@ -22,7 +22,9 @@ from takeback.compiler.passes import Home
 from takeback.compiler.planning import settings_for
 from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run import kernels
+from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.cluster_ops import eagerly
+from takeback.compiler.run.proof import Thinning
 from takeback.errors import StalePlanError, VerifyError
 from takeback.options import Options
 
@@ -329,6 +331,23 @@ def test_kernels_go_with_the_last_plan_that_uses_them() -> None:
     known, used = pair.step._maker.kernels._known, pair.step._maker.kernels.in_program(_program(pair))
     assert used
     assert {k.cluster.key for k in used} == set(known)
+
+
+def test_what_comparing_kernels_took_is_given_back_after_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no later one waits for it."""
+    _turning_wrong(monkeypatch)
+    given_back: list[int] = []
+    monkeypatch.setattr(ArenaExecutor, "settle_", lambda self: given_back.append(i))
+    monkeypatch.setattr(Thinning, "samples", lambda *_: False)
+    pair = Pair()
+    compared: list[int] = []
+    for i in range(7):
+        pair.step(*rows(i))
+        compared += [i] * pair.step._maker.kernels.compared
+    assert compared  # not the step that records, and not the one beside eager
+    assert min(compared) > 1
+    assert set(compared) <= set(given_back)
+    assert max(given_back) == max(compared)
 
 
 def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

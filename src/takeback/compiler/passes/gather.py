@@ -69,8 +69,8 @@ def length_of(op: Op) -> int:
 
 
 def shares(op: Op, other: Op, program: Program) -> bool:
-    """Whether a third of what an op reads is read or made by the other, too: one of the two or three large operands that
-    the backward of a norm or of an activation has."""
+    """Whether a third of what an op reads is read or made by the other, too: one of the two or three large operands
+    that the backward of a norm or of an activation has."""
     sizes = {r.buffer: program.buffers[r.buffer].size_bytes for r in op.inputs}
     there = {r.buffer for r in (*other.inputs, *other.outputs)}
     return bool(sizes) and 3 * sum(size for b, size in sizes.items() if b in there) > sum(sizes.values())

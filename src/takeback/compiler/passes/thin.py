@@ -21,10 +21,11 @@ from takeback.compiler.program import Buffer, BufferId, Op, Phase, Program, Regi
 from takeback.compiler.schema import schema_of
 
 #: Ops beyond the pointwise ones, copies and fills that cost no more than reading their operands, inside of a kernel.
+#: Not `cat`, which asks in each place whose it is, once for every reader.
 _CHEAP = frozenset(
     (
-        *("native_layer_norm", "_fused_rms_norm", "cat", "stack", "slice_backward", "select_backward"),
-        *("constant_pad_nd", "repeat", "flip", "embedding", "arange", "tril", "triu"),
+        *("native_layer_norm", "_fused_rms_norm", "slice_backward", "select_backward", "constant_pad_nd"),
+        *("repeat", "flip", "embedding", "arange", "tril", "triu"),
     )
 )
 _LONGEST = 48  #: ops that one cluster makes again

@@ -25,6 +25,7 @@ from takeback.compiler.run.cluster_ops import restrided
 from takeback.compiler.run.kernel_workers import at_once, compilers_go_on, put_off
 from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
+from takeback.compiler.run.tile_forms import IN_TWO_DIMENSIONS, choices
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
@@ -116,6 +117,8 @@ def _settings(cluster: Cluster) -> dict[str, Any]:
     from torch._inductor import config
 
     wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
+    if adds_up_columns(cluster):
+        wanted |= IN_TWO_DIMENSIONS
     return {name: value for name, value in wanted.items() if _has(config, name)}
 
 
@@ -132,7 +135,8 @@ def _compile(cluster: Cluster, device: torch.device, settings: dict[str, Any]) -
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, compilers_go_on():
+    tiles = V.set_choices_handler(choices())
+    with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, tiles, compilers_go_on():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 
