@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._inductor import config
-from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 
 import takeback as tb
 from harness import eager_step
 from takeback import zoo
 from takeback.compiler.program import Cluster
 from takeback.compiler.run import inductor, kernels
-from takeback.compiler.run.cluster_proof import drawn, what_is_wrong
 from takeback.compiler.run.inductor import Compiled, NotCompiled, compile_cluster
 from takeback.compiler.run.kernels import ClusterKernel
 from takeback.options import cache_dir
@@ -41,15 +42,16 @@ def kernels_of(step: tb.CompiledStep) -> list[ClusterKernel]:
     return step._last.executor.kernels.in_program(step._last.executor.program)
 
 
-def test_step_runs_on_a_generated_kernel_near_eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of a batch norm, which writes its statistics; for one only, since a compiler takes its time."""
+def one(cluster: Cluster, device: torch.device) -> Compiled:
+    """A compiler takes its time: these tests wait for one kernel only, that of a batch norm, which writes its
+    statistics."""
+    if not cluster.writes:
+        raise NotCompiled("it is not waited for")
+    return compile_cluster(cluster, device)
 
-    def one(cluster: Cluster, device: torch.device) -> Compiled:
-        if not cluster.writes:
-            raise NotCompiled("this test waits for one kernel only")
-        return compile_cluster(cluster, device)
 
-    monkeypatch.setattr(kernels, "compile_cluster", one)
+def trained_on_it() -> ClusterKernel:
+    """Beside eager; the kernel that was compiled is used in the end."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -60,23 +62,34 @@ def test_step_runs_on_a_generated_kernel_near_eager(monkeypatch: pytest.MonkeyPa
         return (F.gelu(m(x)) @ m[0].weight).square().mean()
 
     (model, optimizer), (twin, plain) = build(), build()
-    step = tb.compile_step(model, loss_fn, optimizer, mode="fast", memory="keep")
-    batch = (torch.randn(32, 8),)
-    for _ in range(4):
-        torch.testing.assert_close(step(*batch), eager_step(twin, loss_fn, plain, batch, {}))
-        twin.zero_grad()
+    with mock.patch.object(kernels, "compile_cluster", one):
+        step = tb.compile_step(model, loss_fn, optimizer, mode="fast", memory="keep")
+        batch = (torch.randn(32, 8),)
+        for _ in range(4):
+            torch.testing.assert_close(step(*batch), eager_step(twin, loss_fn, plain, batch, {}))
+            twin.zero_grad()
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
     [kernel] = [k for k in kernels_of(step) if k.cluster.writes]
-    assert kernel.note is None
+    assert kernel.note is None, kernel.note
+    return kernel
 
-    # Another process has none of this one's modules, and finds the kernel without tracing its cluster.
-    PyCodeCache.cache_clear()
-    monkeypatch.setattr(inductor, "trace_cluster", mock.Mock(side_effect=AssertionError("it is traced")))
-    CppPythonBindingsCodeCache.cache_clear()
-    again = compile_cluster(kernel.cluster, torch.device("cpu"))
-    operands = drawn(kernel.cluster, torch.device("cpu"))
-    assert what_is_wrong(kernel.cluster, again, operands) is None
-    with config.patch(unroll_reductions_threshold=2), pytest.raises(NotCompiled, match="it is traced"):
+
+def found_again() -> None:
+    """In a process that has compiled nothing."""
+    torch.set_num_threads(1)
+    with mock.patch.object(inductor, "trace_cluster", side_effect=AssertionError("it is traced")):
+        trained_on_it()
+    assert "torch._inductor.lowering" not in sys.modules, "nothing was compiled, so that need not be imported"
+
+
+def test_step_runs_on_a_generated_kernel_near_eager_and_so_does_another_process_that_does_not_compile_it() -> None:
+    kernel = trained_on_it()
+    child = f"import sys; sys.path[:0] = {[*map(str, (Path(__file__).parent, *Path(__file__).parents[1:2]))]}; "
+    child += "import test_inductor; test_inductor.found_again()"
+    out = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    traced = mock.patch.object(inductor, "trace_cluster", side_effect=AssertionError("it is traced"))
+    with traced, config.patch(epilogue_fusion=False), pytest.raises(NotCompiled, match="it is traced"):
         compile_cluster(kernel.cluster, torch.device("cpu"))  # under other settings it is another kernel
 
 

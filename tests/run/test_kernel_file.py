@@ -57,6 +57,14 @@ def test_nothing_is_kept_where_caches_are_off_or_a_text_is_of_this_process_alone
     assert key_of(cluster_of(factor=object())) is None
     with config.patch(force_disable_caches=True):
         assert key_of(cluster_of()) is None
+    with config.patch(post_grad_custom_post_pass=lambda graph: None):
+        assert key_of(cluster_of()) is None
+
+
+def test_key_is_not_of_how_many_compile() -> None:
+    key = key_of(cluster_of())
+    with config.patch(compile_threads=3):
+        assert key_of(cluster_of()) == key
 
 
 def test_source_is_of_all_that_traces_a_cluster() -> None:

@@ -26,6 +26,14 @@ from takeback.compiler.program import Cluster
 
 _AN_ADDRESS = " at 0x"  #: in the text of an argument: another process has another one
 
+#: Settings that are functions, of which nobody knows what they depend on.
+_OWN_PASSES = (
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+)
+
 #: What a generated module imports, and the name under which it would use that.
 _OFTEN_UNUSED = {
     "from torch._inductor.select_algorithm import extern_kernels": "extern_kernels",
@@ -34,23 +42,25 @@ _OFTEN_UNUSED = {
 
 
 def key_of(cluster: Cluster, device: torch.device, settings: Iterable[str]) -> str | None:
-    """None where nothing is to be kept: Inductor's caches are off, or the cluster has no text of its own."""
+    """None where nothing is to be kept: Inductor's caches are off, the user has put passes of his own into it, or the
+    cluster has no text of its own."""
     from torch._inductor import config
     from torch._inductor.codecache import torch_key
 
-    if config.force_disable_caches or _AN_ADDRESS in cluster.key:
+    users = repr(sorted(config.save_config_portable(ignore_private_configs=False).items()))
+    own_passes = any(getattr(config, name, None) for name in _OWN_PASSES)
+    if config.force_disable_caches or own_passes or _AN_ADDRESS in cluster.key:
         return None
-    user = config.get_hash()  # of what may be set in there
-    parts = (torch_key(), _source(), user, *_machine(device), *settings, cluster.key)
+    parts = (torch_key(), _source(), users, *_machine(device), *settings, cluster.key)
     digest = hashlib.sha256()
     for part in parts:
         digest.update((part if isinstance(part, bytes) else part.encode()) + b"\0")
     return f"takeback{digest.hexdigest()}"
 
 
-def found(key: str) -> Any | None:
-    """The compiled graph, which may be called once its compilers have been waited for; None if there is none. As
-    Inductor does where it finds one, without what it imports to compile some."""
+def found(key: str) -> Callable[[list[torch.Tensor]], Any] | None:
+    """What an earlier process compiled, which may be called once its compilers have been waited for; None if there is
+    nothing. As Inductor does where it finds a graph, without what it imports to compile one."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.triton_bundler import TritonBundler
@@ -64,7 +74,10 @@ def found(key: str) -> Any | None:
     constants = CompiledFxGraphConstants()
     graph.after_deserialization(constants)
     graph.post_compile([], constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
-    return graph
+    call: Callable[[list[torch.Tensor]], Any] = (
+        graph.current_callable
+    )  # the graph looks into modules that are not there
+    return call
 
 
 def keep_(key: str, graph: Any, wait: Callable[[], None]) -> None:
