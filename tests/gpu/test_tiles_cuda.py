@@ -1,5 +1,5 @@
-"""Kernels with tiles of takeback's own, at sizes that no tile divides: each is compared with double precision where it is
-first used, and must be the one that runs."""
+"""Kernels with tiles of takeback's own, at sizes that no tile divides: each is compared with double precision where
+it is first used, and must be the one that runs."""
 
 from __future__ import annotations
 

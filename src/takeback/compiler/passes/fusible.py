@@ -69,7 +69,8 @@ def why_not(op: Op, program: Program) -> str | None:
         return "it writes into bytes that are there already"
     if any(_reads_anew(arg) for arg in (*op.args, *op.kwargs.values())):
         return "a number is read anew in each step"
-    if not op.results or not all(isinstance(r, Region) for r in op.results):
+    # A backward gives nothing for what needs no gradient: a norm without weights, or with frozen ones.
+    if not op.outputs or not all(isinstance(r, Region | None) for r in op.results):
         return "it gives something else than tensors"
     for region in (*op.inputs, *op.outputs):
         if region.dtype not in _DTYPES:

@@ -59,6 +59,7 @@ class _LeastKept:
         self._whole: dict[BufferId, Region] = {}
         self._find_makers(max((r.at for r in readers), default=-1))
         inside = {id(op) for reader in readers for op in reader.ops}
+        self._beside: dict[BufferId, set[BufferId]] = {}  # what all readers of a value read, too
         wanted, needed = self._reads(readers, inside)
         named = {r.buffer for _, r in program.named_regions()} | kept
         largest = max((b.size_bytes for b in program.buffers.values() if not b.role.borrowed), default=0)
@@ -91,10 +92,13 @@ class _LeastKept:
         needed: set[BufferId] = set()
         for reader in readers:
             own = {r.buffer for op in reader.ops for r in op.outputs}
-            for r in (r for op in reader.ops for r in op.inputs if r.buffer not in own):
+            given = [r for op in reader.ops for r in op.inputs if r.buffer not in own]
+            beside = {r.buffer for r in given}
+            for r in given:
                 whole = self._whole.get(r.buffer)
                 if whole is not None and path(whole, r) is not None:
                     wanted.add(r.buffer)
+                    self._beside[r.buffer] = self._beside.get(r.buffer, beside) & beside
                 else:
                     needed.add(r.buffer)
         for op in self._program.ops:
@@ -132,13 +136,15 @@ class _LeastKept:
         return {b for b in seen if ("in", b) in near and ("out", b) not in near}
 
     def _forbid_long_ways(self) -> None:
-        """What is made of much more than it is itself is not made again: a long sum would be read term by term."""
+        """What is made of much more than it is itself is not made again: a long sum would be read term by term. What is
+        there anyway takes no bytes, but a reader who does not want it for itself would have to read it."""
         sizes = self._program.buffers
         leaves: dict[BufferId, frozenset[BufferId]] = {}
         for b, op in list(self._maker.items()):  # in the order of the program
-            read = {r.buffer for r in op.inputs if self._counts(r.buffer) and r.buffer not in self._there}
+            read = {r.buffer for r in op.inputs if self._counts(r.buffer)}
             mine = frozenset().union(*(leaves.get(operand, frozenset((operand,))) for operand in read))
-            if sum(sizes[leaf].size_bytes for leaf in mine) > _MOST_READ * sizes[b].size_bytes:
+            free = self._beside.get(b, self._there)
+            if sum(sizes[leaf].size_bytes for leaf in mine - free) > _MOST_READ * sizes[b].size_bytes:
                 del self._maker[b]
             else:
                 leaves[b] = mine

@@ -33,8 +33,8 @@ def run_ops(
         out = call(op, args, {name: _look(value, operands, made) for name, value in op.kwargs.items()})
         outs = out if isinstance(out, tuple | list) else (out,)
         for region, tensor in zip(op.results, outs, strict=True):
-            assert isinstance(region, Region)
-            if region.buffer >= inputs:
+            assert isinstance(region, Region | None)
+            if region is not None and region.buffer >= inputs:
                 made[region.buffer] = region, tensor
         for b in last.get(position, ()):
             del made[b]
