@@ -39,8 +39,8 @@ def test_kernels_with_other_tiles_are_right_and_run(
     given: list[object] = []
     original = tile_forms.choices
 
-    def watched() -> object:
-        made = original()
+    def watched(**settings: bool) -> object:
+        made = original(**settings)
         ask = made.triton_kernel_kwargs
         made.triton_kernel_kwargs = lambda *args: given.append(found := ask(*args)) or found  # type: ignore[func-returns-value]
         return made

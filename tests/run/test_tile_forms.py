@@ -33,7 +33,7 @@ def features(reads: dict[str, int], hint: ReductionHint = ReductionHint.OUTER, m
 
 def tiles(sums: int, rows: int, kernel: Any, **more: int) -> Any:
     groups = [{**more, "x": sympy.Integer(sums), "r0_": sympy.Integer(rows)}, kernel]
-    return choices().triton_kernel_kwargs(object, kernel, groups, {"given": 1})
+    return choices(by_channels=True).triton_kernel_kwargs(object, kernel, groups, {"given": 1})
 
 
 def test_sum_over_many_rows_of_two_operands_has_wide_tiles() -> None:
@@ -60,3 +60,17 @@ _TWO = {"a": 4096 * 512, "b": 4096 * 512}
 )
 def test_any_other_kernel_is_left_as_it_is(sums: int, rows: int, kernel: Any, more: dict[str, int]) -> None:
     assert tiles(sums, rows, kernel, **more) == {"given": 1}
+
+
+@pytest.mark.parametrize(("channels", "wide"), [(64, 64), (72, 128), (2048, 256)])
+def test_rows_of_channels_have_tiles_as_wide_as_the_channels(channels: int, wide: int) -> None:
+    kernel = types.SimpleNamespace(is_reduction=lambda: False)
+    groups = [{"y": sympy.Integer(1 << 17), "x": sympy.Integer(channels), "r0_": sympy.Integer(1)}, kernel]
+    found = choices(by_channels=True).triton_kernel_kwargs(object, kernel, groups, {})
+    tile = found["fixed_config"].config
+    assert (tile["XBLOCK"], tile["XBLOCK"] * tile["YBLOCK"], tile["num_warps"]) == (wide, 2048, 8)
+    assert choices(by_channels=False).triton_kernel_kwargs(object, kernel, groups, {}) == {}
+    assert (
+        choices(by_channels=True).triton_kernel_kwargs(object, kernel, [{"x": sympy.Integer(1 << 24)}, kernel], {})
+        == {}
+    )

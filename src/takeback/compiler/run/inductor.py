@@ -135,7 +135,7 @@ def _compile(cluster: Cluster, device: torch.device, settings: dict[str, Any]) -
     output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    tiles = V.set_choices_handler(choices())
+    tiles = V.set_choices_handler(choices(by_channels=adds_up_columns(cluster)))
     with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, tiles, compilers_go_on():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 

@@ -3,6 +3,7 @@
 A sum over many rows: Inductor takes 256 sums and two rows at a time, so that a thread loads eight bytes and waits. With
 128 sums and eight rows it has sixteen bytes of each operand under way. What is computed of rows and of one number for
 each channel: as one long row, every place loads its channel's numbers anew; in two dimensions a tile loads them once.
+Such tiles are given, not tried out: there is one kernel to compile instead of six.
 
 Private torch: checked on 2.11 and 2.13. What it brings is in benchmarks/results/tiles-h200.json.
 """
@@ -16,12 +17,14 @@ from typing import Any
 IN_TWO_DIMENSIONS = {"triton.prefer_nd_tiling": True, "triton.tiling_prevents_reduction_fusion": False}
 
 _TILE = {"XBLOCK": 128, "R0_BLOCK": 8, "num_warps": 4, "num_stages": 1}
+_CHANNELS, _PLACES, _WARPS = 256, 2048, 8  #: of a tile in two dimensions: at most, in all, and who goes over it
 _LEAST_ROWS = 64  #: fewer are added up at once
 _LEAST = 1 << 20  #: numbers; what is smaller does not fill a GPU, whatever its tiles are
 
 
-def choices() -> Any:
-    """What Inductor asks about kernels; all but the tiles of such sums is as it is."""
+def choices(*, by_channels: bool) -> Any:
+    """What Inductor asks about kernels; all but such tiles is as it is. `by_channels`: it was told that kernels have
+    tiles `IN_TWO_DIMENSIONS`, of which the last is that of the channels."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.codegen.triton import FixedTritonConfig
     from torch._inductor.dependencies import MemoryDep
@@ -35,15 +38,27 @@ def choices() -> Any:
 
     class TileChoices(InductorChoices):
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
-            tiles = groups[0]
-            if not features.is_reduction() or not isinstance(tiles, dict) or set(tiles) != {"x", "r0_"}:
-                return kernel_kwargs
-            if features.get_reduction_hint() is not ReductionHint.OUTER or tiles["r0_"] <= _LEAST_ROWS:
-                return kernel_kwargs
+            tile = None
+            if isinstance(groups[0], dict) and features.is_reduction():
+                tile = self._of_sums(features, groups[0])
+            elif isinstance(groups[0], dict) and by_channels:
+                tile = _of_channels(groups[0])
+            return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
+
+        def _of_sums(self, features: Any, tiles: dict[str, Any]) -> dict[str, int] | None:
+            if set(tiles) != {"x", "r0_"} or features.get_reduction_hint() is not ReductionHint.OUTER:
+                return None
             size = tiles["x"] * tiles["r0_"]
+            if tiles["r0_"] <= _LEAST_ROWS or size < _LEAST or tiles["x"] < _TILE["XBLOCK"]:
+                return None
             # One operand alone Inductor reads as fast.
-            if size < _LEAST or tiles["x"] < _TILE["XBLOCK"] or large_operands(features, size) < 2:
-                return kernel_kwargs
-            return {**kernel_kwargs, "fixed_config": FixedTritonConfig(dict(_TILE))}
+            return dict(_TILE) if large_operands(features, size) > 1 else None
 
     return TileChoices()
+
+
+def _of_channels(tiles: dict[str, Any]) -> dict[str, int] | None:
+    if {"x", "y"} != {name for name, count in tiles.items() if count != 1} or tiles["x"] * tiles["y"] < _LEAST:
+        return None
+    channels = min(_CHANNELS, 1 << (int(tiles["x"]) - 1).bit_length())
+    return {"XBLOCK": channels, "YBLOCK": _PLACES // channels, "num_warps": _WARPS, "num_stages": 1}
