@@ -105,13 +105,13 @@ class ShardedLinear(FSDPModule, nn.Linear):
 
 def quantised() -> nn.Module:
     model = llama()
-    model.model.norm.weight = Params4bit(torch.ones(32))
+    model.model.norm.weight = Params4bit(torch.ones(32))  # not frozen
     return model
 
 
-def loaded_in_4bit() -> nn.Module:
+def loaded_by_gptq() -> nn.Module:
     model = llama()
-    model.is_loaded_in_4bit = True
+    model.quantization_method = "gptq"
     return model
 
 
@@ -130,8 +130,8 @@ def spread() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (quantised, "'model.norm.weight' is quantised (Params4bit)"),
-        (loaded_in_4bit, "the model is quantised (bitsandbytes)"),
+        (quantised, "'model.norm.weight' is quantised (Params4bit) and trained"),
+        (loaded_by_gptq, "the model is quantised (gptq)"),
         (sharded, "it holds a ShardedLinear"),
         (spread, "spread over 0, cpu"),
         (lambda: nn.DataParallel(llama()), "wrapped in DataParallel"),

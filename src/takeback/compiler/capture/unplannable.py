@@ -24,7 +24,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool) -> None:
     """A tensor that is more than strided bytes. A fake one is a subclass, and allowed where the step is not real."""
-    if real and type(tensor) not in _PLAIN_TENSORS:
+    if real and type(tensor) not in _PLAIN_TENSORS and not _is_frozen_parameter(tensor):
         raise CaptureError(
             f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__}) takes part in the step"
             f"{where()}. takeback plans plain tensors only; convert it before the step."
@@ -40,6 +40,14 @@ def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool
             f"forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) for a tangent "
             f"that is zero. Differentiate in reverse mode: torch.func.grad, vjp, jacrev, or torch.autograd.grad."
         )
+
+
+def _is_frozen_parameter(tensor: torch.Tensor) -> bool:
+    """Whether its class says something to Python alone, such as that its bytes are packed (bitsandbytes' Params4bit),
+    and to torch's dispatcher it is a parameter like others, or a view of one."""
+    kind = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not torch.nn.Parameter.__torch_dispatch__
+    return issubclass(kind, torch.nn.Parameter) and not dispatches and not tensor.requires_grad
 
 
 def refuse_lazy(tensors: Iterable[torch.Tensor], where: Callable[[], str]) -> None:

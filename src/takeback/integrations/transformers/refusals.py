@@ -183,12 +183,14 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def _quantised(model: torch.nn.Module) -> str | None:
+    """All but frozen weights of bitsandbytes, whose kernels are operators of torch's dispatcher as any others."""
     method = getattr(model, "quantization_method", None)
-    if method is not None or any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-        return f"the model is quantised ({getattr(method, 'value', method) or 'bitsandbytes'})"
+    kind = str(getattr(method, "value", method))
+    if method is not None and not kind.startswith("bitsandbytes"):
+        return f"the model is quantised ({kind})"
     for name, p in model.named_parameters():
-        if type(p).__name__ in ("Params4bit", "Int8Params"):
-            return f"parameter {name!r} is quantised ({type(p).__name__})"
+        if type(p).__name__ in ("Params4bit", "Int8Params") and p.requires_grad:
+            return f"parameter {name!r} is quantised ({type(p).__name__}) and trained"
     return None
 
 
@@ -215,7 +217,8 @@ def _spread(model: torch.nn.Module) -> str | None:
 
 
 _MODELS: dict[str, Callable[[torch.nn.Module], str | None]] = {
-    f"its weights are unpacked by kernels that takeback cannot see into. Load it in bfloat16, or {_PLAIN}": _quantised,
+    f"of quantised weights takeback knows those of bitsandbytes, frozen, under adapters. Load it by "
+    f"BitsAndBytesConfig, or in bfloat16, or {_PLAIN}": _quantised,
     "TakebackTrainer averages gradients itself. Pass the module inside (model.module)": _wrapped,
     f"a compiled step needs whole parameters. Pass the model as it was before, or {_PLAIN}": _sharded,
     f"a compiled step runs on one device. Load it with device_map={{'': device}}, or {_PLAIN}": _spread,
