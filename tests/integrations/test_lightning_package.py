@@ -1,4 +1,4 @@
-"""The callback in a Trainer of `lightning.pytorch`, whose classes are its own and not `pytorch_lightning`'s: stock's bits."""
+"""The callback in a Trainer of `lightning.pytorch`, whose classes are not `pytorch_lightning`'s, leaves stock's bits."""
 
 from __future__ import annotations
 
