@@ -1,4 +1,4 @@
-"""The callback in a Trainer of `lightning.pytorch`, whose classes are not `pytorch_lightning`'s, leaves stock's bits."""
+"""The callback in a Trainer of `lightning.pytorch`, whose classes are not those of `pytorch_lightning`: same bits."""
 
 from __future__ import annotations
 

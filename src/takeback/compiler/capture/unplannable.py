@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator  # checked on 2.13
 
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of
@@ -48,6 +49,16 @@ def _is_frozen_parameter(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     dispatches = kind.__torch_dispatch__ is not torch.nn.Parameter.__torch_dispatch__
     return issubclass(kind, torch.nn.Parameter) and not dispatches and not tensor.requires_grad
+
+
+def refuse_higher_order(target: Any, where: Callable[[], str]) -> None:
+    """An operator that is given a function of the user's and runs it by itself: flex_attention, cond, scan."""
+    if isinstance(target, HigherOrderOperator):
+        raise CaptureError(
+            f"{target.name()} takes part in the step{where()}: an operator that runs a function of its own, which no "
+            f"recording sees into. For attention use scaled_dot_product_attention, with a mask "
+            f"(attn_implementation='sdpa' in transformers); elsewhere compute it with plain ops."
+        )
 
 
 def refuse_lazy(tensors: Iterable[torch.Tensor], where: Callable[[], str]) -> None:
