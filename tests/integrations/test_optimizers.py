@@ -1,5 +1,5 @@
 """Optimizers whose update takeback does not write out: their own step() is called, with eager's bits, and the report
-says so. And torchao's weights. What is not installed is skipped; tests/integrations/test_bitsandbytes.py has those of bitsandbytes."""
+says so. And weights of torchao. What is not installed is skipped; bitsandbytes has a file of its own."""
 
 from __future__ import annotations
 
