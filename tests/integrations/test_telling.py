@@ -45,6 +45,8 @@ class Gathering:
     def gather_for_metrics(self, values: Any) -> Any:
         return values
 
+    gather = reduce = gather_for_metrics
+
 
 class Stepping:
     def __init__(self) -> None:

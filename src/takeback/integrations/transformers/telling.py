@@ -273,21 +273,27 @@ class Reading(TorchFunctionMode):
 
 @contextlib.contextmanager
 def reading(accelerator: Any) -> Iterator[Telling]:
-    """Around a loss of TRL's."""
+    """Around a loss of TRL's, in one process: there is nobody to gather from, though a group of one would be asked."""
     table: dict[str, Any] = object.__getattribute__(accelerator, "__dict__")  # past those who look on
     gather = accelerator.gather_for_metrics
 
     def gather_for_metrics(values: Any, *args: Any, **kwargs: Any) -> Any:
-        """A value of one process is all of it; a batch's rows are counted, by what is left at the end of the data."""
+        """A value is all of it; a batch's rows are counted, by what is left at the end of the data."""
         one = isinstance(values, Picked) or (isinstance(values, torch.Tensor) and values.dim() == 0)
         return values if one else gather(values, *args, **kwargs)
 
-    table["gather_for_metrics"] = gather_for_metrics
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "gather_for_metrics": gather_for_metrics,
+        "gather": lambda tensor: tensor,
+        "reduce": lambda tensor, *args, **kwargs: tensor.clone(),
+    }
+    table.update(stand_ins)
     try:
         with Reading():
             yield Telling()
     finally:
-        del table["gather_for_metrics"]
+        for name in stand_ins:
+            del table[name]
 
 
 _BESIDE = {

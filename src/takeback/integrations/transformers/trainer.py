@@ -28,7 +28,7 @@ from takeback.step import CompiledStep
 _NEEDED = ("_clip_grad_norm", "_get_grad_norm", "_wrap_model", "_update_auto_batch_size")
 if _missing := [name for name in _NEEDED if not hasattr(Trainer, name)]:
     raise ImportError(
-        f"TakebackTrainer needs a transformers whose Trainer has {_missing[0]}(): 5.22, on which it was checked."
+        f"TakebackTrainer needs a transformers whose Trainer has {_missing[0]}(); it was checked on 5.17 and 5.22."
     )
 
 
