@@ -125,6 +125,16 @@ def test_a_number_is_computed_with_after_the_step() -> None:
     assert kept == {"_total": 2, "_metrics": {"train": {"total": [2, 4]}}}
 
 
+def test_kept_numbers_are_those_before_the_step() -> None:
+    telling = Telling()
+    one, two = telling.read("_total"), telling.read("_other")
+    telling.write("_total", one + 1)
+    telling.write("_other", two + one)
+    kept: dict[str, Any] = {"_total": 4, "_other": 10}
+    tell_(kept, telling.data())
+    assert kept == {"_total": 5, "_other": 14}
+
+
 @pytest.mark.parametrize(
     ("look", "message"),
     [
