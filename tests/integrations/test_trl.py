@@ -110,6 +110,37 @@ def test_a_step_that_fails_tells_nothing(tmp_path: Path) -> None:
 
 
 @slow
+def test_a_loss_around_trls_may_keep_metrics_of_its_own(tmp_path: Path) -> None:
+    class Keeping:
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            mine = self._metrics["train"]  # type: ignore[attr-defined]
+            mine["root"].append(loss.detach().sqrt().item())
+            ids = inputs["input_ids"]
+            mine["large"].append(ids[ids > 15].sum().item() / 2)
+            return loss
+
+    trained = []
+    for bases in ((SFTTrainer,), (TakebackMixin, SFTTrainer)):
+        made = trainer("sft", tmp_path, ours=False)
+        options = {"takeback": {"memory": "keep"}} if TakebackMixin in bases else {}
+        kind: Any = type("Mine", (Keeping, *bases), {})
+        trained.append(
+            kind(
+                model=llama(),
+                args=made.args,
+                train_dataset=texts(),
+                processing_class=made.processing_class,
+                **options,
+            )
+        )
+        trained[-1].train()
+    assert_same(*trained)
+    assert len(trained[1].compiled_step._plans) == 1
+    assert len({entry["large"] for entry in trained[1].state.log_history if "large" in entry}) == 4
+
+
+@slow
 def test_a_loss_that_looks_at_what_changes_in_each_step_is_refused(tmp_path: Path) -> None:
     class Counting(TakebackMixin, SFTTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

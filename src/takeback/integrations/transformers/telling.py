@@ -261,10 +261,11 @@ class Reading(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         caller = sys._getframe(1)
-        if caller.f_globals.get("__name__", "").partition(".")[0] == "trl":
+        computes = caller.f_code.co_name.endswith("compute_loss")  # TRL's, or the user's around it
+        if computes or caller.f_globals.get("__name__", "").partition(".")[0] == "trl":
             if func is torch.Tensor.item:
                 return ToldNumber(("item", args[0].detach()))
-            if func is torch.Tensor.__getitem__ and caller.f_code.co_name.endswith("compute_loss"):
+            if func is torch.Tensor.__getitem__ and computes:
                 tensor, index = args
                 if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not tensor.requires_grad:
                     return Picked(("pick", tensor, index))
