@@ -54,10 +54,12 @@ def train(
     epochs: int = 2,
     rows: int = 40,
     make: Callable[..., Any] = accelerate.Accelerator,
+    cpu: bool = True,
+    options: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Trained:
     """Five batches an epoch, so that the last of an accumulation may lack some."""
-    accelerator = make(cpu=True, **settings)
+    accelerator = make(cpu=cpu, **settings)
     torch.manual_seed(0)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -67,8 +69,9 @@ def train(
     loader = DataLoader(data, batch_size=8 // accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     done = Trained({})
-    clip = {"clip_norm": CLIP} if clips else {}
-    step = compile_step(accelerator, model, loss_fn, optimizer, memory="keep", **clip) if compiled else None
+    clip: dict[str, Any] = {"clip_norm": CLIP} if clips else {}
+    clip |= {"memory": "keep"} | (options or {})
+    step = compile_step(accelerator, model, loss_fn, optimizer, **clip) if compiled else None
     torch.manual_seed(2 + accelerator.process_index)
     for epoch in range(epochs):
         for i, (x, y) in enumerate(loader):

@@ -15,11 +15,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from trainer_twins import Texts, arguments, llama, trainer
-from transformers import TrainerCallback
+from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
 from takeback.errors import CaptureError, OptionError
-from takeback.integrations.transformers import TakebackTrainer
-from takeback.integrations.transformers.refusals import check_accelerator, check_class
+from takeback.integrations.transformers import TakebackMixin, TakebackTrainer
+from takeback.integrations.transformers.refusals import check_accelerator
+from takeback.integrations.transformers.trainer import CompiledTrainer
 
 EARLY = {"update": "early"}
 
@@ -104,13 +105,13 @@ class ShardedLinear(FSDPModule, nn.Linear):
 
 def quantised() -> nn.Module:
     model = llama()
-    model.model.norm.weight = Params4bit(torch.ones(32))
+    model.model.norm.weight = Params4bit(torch.ones(32))  # not frozen
     return model
 
 
-def loaded_in_4bit() -> nn.Module:
+def loaded_by_gptq() -> nn.Module:
     model = llama()
-    model.is_loaded_in_4bit = True
+    model.quantization_method = "gptq"
     return model
 
 
@@ -129,8 +130,8 @@ def spread() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (quantised, "'model.norm.weight' is quantised (Params4bit)"),
-        (loaded_in_4bit, "the model is quantised (bitsandbytes)"),
+        (quantised, "'model.norm.weight' is quantised (Params4bit) and trained"),
+        (loaded_by_gptq, "the model is quantised (gptq)"),
         (sharded, "it holds a ShardedLinear"),
         (spread, "spread over 0, cpu"),
         (lambda: nn.DataParallel(llama()), "wrapped in DataParallel"),
@@ -141,11 +142,24 @@ def test_a_model_is_refused_by_what_it_is(make: Any, message: str, tmp_path: Pat
         made(tmp_path, make())
 
 
-def test_trainers_of_trl_are_refused() -> None:
-    trl = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
-    with pytest.raises(CaptureError, match=re.escape("trl.trainer.sft_trainer.SFTTrainer")):
-        check_class(type("Mine", (TakebackTrainer, trl), {}))
-    check_class(TakebackTrainer)
+def test_a_method_that_would_not_be_called_is_refused() -> None:
+    class Timed(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().training_step(*args, **kwargs)
+
+    with pytest.raises(CaptureError, match=r"Timed has a training_step\(\) of its own.*TakebackMixin, Timed\)"):
+        type("Mine", (TakebackTrainer, Timed), {})
+    mine = type("Mine", (TakebackMixin, Timed), {})
+    assert mine.__mro__.index(Timed) < mine.__mro__.index(CompiledTrainer) < mine.__mro__.index(Trainer)
+    assert issubclass(type("Both", (TakebackTrainer, Seq2SeqTrainer), {}), Seq2SeqTrainer)  # has none of them
+
+
+def test_the_mixin_needs_a_trainer() -> None:
+    class Alone(TakebackMixin):
+        pass
+
+    with pytest.raises(CaptureError, match="Alone is no Trainer"):
+        Alone()
 
 
 def test_there_is_no_step_before_the_training(tmp_path: Path) -> None:

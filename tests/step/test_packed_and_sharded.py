@@ -73,6 +73,82 @@ def test_quantised_weights_under_adapters(as_parameter: bool) -> None:
     assert_equal_trainings(make)
 
 
+class Scales:
+    def __init__(self, scales: Tensor) -> None:
+        self.scales, self.factor = scales, 1.0
+
+
+class Packed(nn.Parameter):
+    """As bitsandbytes packs a weight: a class that says something to Python alone, whose views are of it too."""
+
+    def __new__(cls, codes: Tensor, state: Scales | None = None, *, requires_grad: bool = False) -> Packed:
+        self = torch.Tensor._make_subclass(cls, codes, requires_grad)
+        self.state = state
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class PackedLoRA(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = torch.randn(4, 6)
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        self.weight = Packed((weight / scales).round().to(torch.int8).view(-1, 1), Scales(scales))
+        self.up = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.weight.state
+        return Dequantised.apply(x, self.weight.view(4, 6), state.scales) * state.factor + self.up(x)
+
+
+def test_a_frozen_parameter_of_a_class_of_its_own_is_a_parameter() -> None:
+    """And what belongs to it is read as it is: other scales, another factor, another weight."""
+
+    def make() -> tuple[PackedLoRA, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = PackedLoRA()
+        return model, torch.optim.AdamW(model.up.parameters(), lr=1e-2)
+
+    (eager, theirs), (model, ours) = make(), make()
+    step = tb.compile_step(model, cross_entropy, ours, memory="keep")
+
+    def change_(model: PackedLoRA, what: int) -> None:
+        state = model.weight.state
+        assert state is not None
+        if what == 1:
+            model.weight.state = Scales(state.scales * 2)
+        elif what == 2:
+            state.factor = 3.0
+        elif what == 3:
+            model.weight.data.add_(1)
+        elif what == 4:
+            model.weight = Packed(model.weight.data + 1, state)
+
+    for what in range(5):
+        for each in (eager, model):
+            change_(each, what)
+        for i in range(2):
+            theirs.zero_grad()
+            loss = cross_entropy(eager, *batch(i))
+            loss.backward()
+            theirs.step()
+            assert torch.equal(step(*batch(i)), loss), what
+    assert torch.equal(eager.up.weight, model.up.weight)
+    assert step.counts.plain == 0
+    assert step._replays > 4
+
+
+def test_a_trained_parameter_of_a_class_of_its_own_is_refused() -> None:
+    model = mlp()
+    model[0].weight = Packed(torch.ones(16, 6), requires_grad=True)
+    step = tb.compile_step(model, cross_entropy, sgd(model), memory="keep")
+    with pytest.raises(CaptureError, match=r"a tensor subclass \(.*Packed\) takes part in the step"):
+        step(*batch(0))
+
+
 class Int8(torch.Tensor):
     """A weight that is a tensor subclass: codes and scales that say they are float32."""
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from step_twins import Setup, assert_same, eager_step, mlp, sgd, snapshot, xy
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 
 import takeback as tb
 from takeback.errors import CaptureError, OptionError, TakebackError
@@ -756,3 +757,40 @@ def test_hook_on_an_activation_that_keeps_state_is_refused() -> None:
         return F.cross_entropy(h, y)
 
     refused(bad, "outlives|state in Python")
+
+
+class Twice(HigherOrderOperator):
+    """As torch writes flex_attention, cond and scan."""
+
+    def __init__(self) -> None:
+        super().__init__("twice")
+
+    def __call__(self, run: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+        return super().__call__(run, x)
+
+
+twice = Twice()
+twice.fallthrough(torch._C.DispatchKey.AutogradCPU)
+twice.py_impl(torch._C.DispatchKey.CPU)(lambda run, x: run(run(x)))
+
+
+def test_an_operator_that_runs_a_function_is_refused() -> None:
+    assert twice(torch.sin, torch.zeros(2)).equal(torch.zeros(2))
+    refused(
+        lambda m, x, y: F.cross_entropy(m(twice(torch.sin, x)), y),
+        rf"twice takes part in the step.*{HERE}.*attn_implementation='sdpa'",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_flex_attention_is_refused() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def bad(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():  # on a CPU it has no backward
+            q = x[None, None]
+            known = flex_attention(q, q, q)[0, 0]
+        return F.cross_entropy(m(known), y)
+
+    refused(bad, "flex_attention takes part in the step.*scaled_dot_product_attention")

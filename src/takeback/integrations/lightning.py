@@ -11,6 +11,8 @@ from there by itself. See docs/lightning.md.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -23,14 +25,29 @@ from takeback.integrations.deferred import NoIndex, deferred, tell_
 from takeback.integrations.lightning_checks import Wants, outline_of, wants_of
 from takeback.step import CompiledStep
 
+#: Each with classes of its own. A program has one of them in use, and its Trainer asks for its own Callback.
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-def _callback_class() -> Any:
-    """Of the package that is there. The other's Trainer takes it as well: it asks for names alone."""
-    for name in ("lightning.pytorch", "pytorch_lightning"):
+
+class _Adopting:
+    """Whose subclass becomes a Callback when the first of it is made: by then the package in use is imported."""
+
+
+def _adopt_(kind: type) -> None:
+    """Makes it a Callback of each package that is imported; of one that is installed, if none is."""
+    used = [name for name in _PACKAGES if name in sys.modules]
+    for name in used or _PACKAGES:
         try:
-            return importlib.import_module(name).Callback
+            callback = importlib.import_module(name).Callback
         except ImportError:
             continue
+        if not issubclass(kind, callback):
+            kind.__bases__ = (*kind.__bases__, callback)
+        if not used:
+            return
+
+
+if not any(importlib.util.find_spec(name.partition(".")[0]) for name in _PACKAGES):
     raise ImportError("takeback.integrations.lightning needs Lightning: pip install 'takeback[lightning]'.")
 
 
@@ -70,9 +87,13 @@ def _send_(module: torch.nn.Module, parameters: Iterable[torch.Tensor] = ()) -> 
             torch.distributed.broadcast(tensor.detach(), src=0)
 
 
-class Takeback(_callback_class()):  # type: ignore[misc]
+class Takeback(_Adopting):
     """Compiles the training steps of the Trainer that it is a callback of. `options` are those of `compile_step`, but
     for what the Trainer itself says: clipping, accumulation, precision and strategy."""
+
+    def __new__(cls, **options: Any) -> Takeback:
+        _adopt_(Takeback)
+        return super().__new__(cls)
 
     def __init__(self, **options: Any) -> None:
         for name in options.keys() & _TRAINERS.keys():

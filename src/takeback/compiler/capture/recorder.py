@@ -30,6 +30,7 @@ from takeback.compiler.capture.undo import Undo
 from takeback.compiler.capture.unplannable import (
     may_hold_shape,
     refuse_dynamic,
+    refuse_higher_order,
     refuse_lazy,
     refuse_resized,
     refuse_unusual,
@@ -47,6 +48,7 @@ class Recorder(TorchDispatchMode):
     """Collects the ops of one step. Use as a context manager around the step, then call `program()`."""
 
     records = True  #: tells a recorder from other modes on the stack
+    supports_higher_order_operators = True  #: they come here, to be refused; checked on 2.13
 
     def __init__(
         self,
@@ -107,6 +109,7 @@ class Recorder(TorchDispatchMode):
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():  # what the recorder itself asks of tensors is no call of the step's
+            refuse_higher_order(func, self._sites.at)
             if self.seen is not None:
                 self.seen.append(form_of_op(func, args, kwargs))
             facts = facts_of(func)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator  # checked on 2.13
 
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.op_facts import facts_of
@@ -24,7 +25,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool) -> None:
     """A tensor that is more than strided bytes. A fake one is a subclass, and allowed where the step is not real."""
-    if real and type(tensor) not in _PLAIN_TENSORS:
+    if real and type(tensor) not in _PLAIN_TENSORS and not _is_frozen_parameter(tensor):
         raise CaptureError(
             f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__}) takes part in the step"
             f"{where()}. takeback plans plain tensors only; convert it before the step."
@@ -39,6 +40,24 @@ def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool
             f"a ZeroTensor, which has a shape and no bytes, takes part in the step{where()}. torch makes them in "
             f"forward-mode differentiation (torch.func.jvp, jacfwd, hessian; torch.autograd.forward_ad) for a tangent "
             f"that is zero. Differentiate in reverse mode: torch.func.grad, vjp, jacrev, or torch.autograd.grad."
+        )
+
+
+def _is_frozen_parameter(tensor: torch.Tensor) -> bool:
+    """Whether its class says something to Python alone, such as that its bytes are packed (bitsandbytes' Params4bit),
+    and to torch's dispatcher it is a parameter like others, or a view of one."""
+    kind = type(tensor)
+    dispatches = kind.__torch_dispatch__ is not torch.nn.Parameter.__torch_dispatch__
+    return issubclass(kind, torch.nn.Parameter) and not dispatches and not tensor.requires_grad
+
+
+def refuse_higher_order(target: Any, where: Callable[[], str]) -> None:
+    """An operator that is given a function of the user's and runs it by itself: flex_attention, cond, scan."""
+    if isinstance(target, HigherOrderOperator):
+        raise CaptureError(
+            f"{target.name()} takes part in the step{where()}: an operator that runs a function of its own, which no "
+            f"recording sees into. For attention use scaled_dot_product_attention, with a mask "
+            f"(attn_implementation='sdpa' in transformers); elsewhere compute it with plain ops."
         )
 
 

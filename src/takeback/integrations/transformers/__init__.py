@@ -1,5 +1,6 @@
-"""`TakebackTrainer`: transformers' Trainer with a compiled training step. See docs/transformers.md."""
+"""`TakebackTrainer`: transformers' Trainer with a compiled training step. `TakebackMixin`: the same in front of other
+Trainers, such as TRL's. See docs/transformers.md."""
 
-from takeback.integrations.transformers.trainer import TakebackTrainer
+from takeback.integrations.transformers.trainer import TakebackMixin, TakebackTrainer
 
-__all__ = ["TakebackTrainer"]
+__all__ = ["TakebackMixin", "TakebackTrainer"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.utils import is_sagemaker_mp_enabled
 
 from takeback.errors import CaptureError, OptionError
@@ -32,6 +32,14 @@ _COMPILED = (
     "the whole step is compiled by takeback, and torch.compile around the model would hide its ops. Leave it out, or "
     "compile single submodules before"
 )
+_PAST_TORCH = "its kernels are launched past torch's dispatcher, where no recording sees them. Leave it out"
+#: Arguments of TRL's configs.
+_OF_TRL = {
+    "activation_offloading": "the plan says where activations live. Leave it out; memory='min' keeps the fewest",
+    "use_liger_kernel": _PAST_TORCH,
+    "use_liger_loss": _PAST_TORCH,
+    "use_adaptive_entropy": "its loss keeps a count over microbatches, which a replay has not. Give entropy_coef alone",
+}
 #: Accelerate's names for processes of one device each.
 _PROCESSES = ("NO", "MULTI_GPU", "MULTI_CPU")
 
@@ -53,15 +61,35 @@ def checked_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return options
 
 
-def check_class(kind: type) -> None:
-    """Raises for trainers whose `compute_loss` does more than compute a loss."""
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] == "trl":
-            raise CaptureError(
-                f"{kind.__qualname__} is made of {base.__module__}.{base.__qualname__}: trainers of TRL gather metrics "
-                f"and generate inside of their loss, and a replay runs no Python, so these would stop. Use TRL's "
-                f"trainer without TakebackTrainer, or a TakebackTrainer whose compute_loss is the loss alone."
-            )
+def is_of_trl(kind: type) -> bool:
+    """Whether it is made of a trainer of TRL's, or of one that is written as those are."""
+    return any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
+
+
+def check_class(kind: type, core: type) -> None:
+    """Raises where a class has methods of Trainer's that `core`, which comes before it, would never call."""
+    order = kind.__mro__
+    for base in order[order.index(core) + 1 :]:
+        for name in sorted(vars(core).keys() & vars(base).keys()):
+            if base.__module__ != Trainer.__module__ and callable(vars(core)[name]) and not name.startswith("__"):
+                raise CaptureError(
+                    f"{kind.__qualname__}: {base.__qualname__} has a {name}() of its own, which would not be called. "
+                    f"Write class {kind.__name__}(TakebackMixin, {base.__name__}), in place of TakebackTrainer."
+                )
+
+
+def check_of_trl(kind: type, args: TrainingArguments) -> None:
+    """Raises for what a loss of TRL's does that no compiled step can honour."""
+    if not is_of_trl(kind):
+        return
+    if args.world_size > 1:
+        raise OptionError(
+            f"{kind.__qualname__} gathers metrics of {args.world_size} processes inside of its loss, where no replay "
+            f"can follow. Train in one process, or use TRL's trainer for this training."
+        )
+    for name, why in _OF_TRL.items():
+        if getattr(args, name, False):
+            raise OptionError(f"{kind.__qualname__} cannot honour {name}=True: {why}.")
 
 
 def check_arguments(args: TrainingArguments, options: Mapping[str, Any]) -> None:
@@ -155,12 +183,14 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def _quantised(model: torch.nn.Module) -> str | None:
+    """All but frozen weights of bitsandbytes, whose kernels are operators of torch's dispatcher as any others."""
     method = getattr(model, "quantization_method", None)
-    if method is not None or any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
-        return f"the model is quantised ({getattr(method, 'value', method) or 'bitsandbytes'})"
+    kind = str(getattr(method, "value", method))
+    if method is not None and not kind.startswith("bitsandbytes"):
+        return f"the model is quantised ({kind})"
     for name, p in model.named_parameters():
-        if type(p).__name__ in ("Params4bit", "Int8Params"):
-            return f"parameter {name!r} is quantised ({type(p).__name__})"
+        if type(p).__name__ in ("Params4bit", "Int8Params") and p.requires_grad:
+            return f"parameter {name!r} is quantised ({type(p).__name__}) and trained"
     return None
 
 
@@ -187,7 +217,8 @@ def _spread(model: torch.nn.Module) -> str | None:
 
 
 _MODELS: dict[str, Callable[[torch.nn.Module], str | None]] = {
-    f"its weights are unpacked by kernels that takeback cannot see into. Load it in bfloat16, or {_PLAIN}": _quantised,
+    f"of quantised weights takeback knows those of bitsandbytes, frozen, under adapters. Load it by "
+    f"BitsAndBytesConfig, or in bfloat16, or {_PLAIN}": _quantised,
     "TakebackTrainer averages gradients itself. Pass the module inside (model.module)": _wrapped,
     f"a compiled step needs whole parameters. Pass the model as it was before, or {_PLAIN}": _sharded,
     f"a compiled step runs on one device. Load it with device_map={{'': device}}, or {_PLAIN}": _spread,

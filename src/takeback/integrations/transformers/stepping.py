@@ -19,7 +19,8 @@ from transformers import Trainer, TrainerCallback
 from takeback.entry import compile_step
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.transformers.optimizer import innermost
-from takeback.integrations.transformers.refusals import check_model
+from takeback.integrations.transformers.refusals import check_model, is_of_trl
+from takeback.integrations.transformers.telling import Telling, loss_alone, reading, tell_
 from takeback.step import CompiledStep
 
 #: Where callbacks may look at gradients, or change them.
@@ -41,6 +42,9 @@ class Stepping:
 
     def __init__(self, trainer: Trainer, options: Mapping[str, Any]) -> None:
         self._trainer, self._options = trainer, options
+        self._tells = is_of_trl(type(trainer))  #: whether its loss keeps metrics
+        self.kept: dict[str, Any] = {}  #: where they are between steps
+        self.telling: Telling | None = None  #: while a loss is computed in a step
         self._parts = 1.0  #: microbatches of this update; a float, so that a plan reads it anew
         self.step: CompiledStep | None = None
         self._manner: Manner | None = None
@@ -60,16 +64,15 @@ class Stepping:
         step, manner = self._compiled(model)
         self._parts = float(trainer.current_gradient_accumulation_steps)
         if manner.in_turn or not trainer.accelerator.sync_gradients:
-            waiting: torch.Tensor = step(inputs, items, update=False)
+            waiting = self._run(step, inputs, items, update=False)
             self._waiting = manner.in_turn
             return waiting
         scaler = trainer.accelerator.scaler
         before = scaler.get_scale() if scaler is not None else 0.0
-        loss: torch.Tensor
         if trainer.args.gradient_accumulation_steps == 1:
-            loss = step(inputs, items)
+            loss = self._run(step, inputs, items)
         else:  # a whole step would be a plan more, for the one that is left over at the end of an epoch
-            loss = step(inputs, items, update=False)
+            loss = self._run(step, inputs, items, update=False)
             step.update()
         self.updated = True
         called = getattr(manner.optimizer, "_step_supports_amp_scaling", False)  # whose kernels leave the update out
@@ -93,6 +96,11 @@ class Stepping:
         self.updated = self._waiting = False
         return self._skipped
 
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Of the last update, before clipping."""
+        return self.step.grad_norm if self.step is not None else None
+
     def forget(self) -> None:
         """No plan is kept."""
         self.step = self._manner = None
@@ -100,17 +108,39 @@ class Stepping:
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
+    def _run(self, step: CompiledStep, inputs: Any, items: torch.Tensor | int | None, **update: bool) -> torch.Tensor:
+        loss: torch.Tensor
+        if not self._tells:
+            loss = step(inputs, items, **update)
+            return loss
+        with loss_alone():
+            loss, told = step(inputs, items, **update)
+        tell_(self.kept, told)
+        return loss
+
     def loss(self, model: torch.nn.Module, inputs: Any, items: torch.Tensor | int | None) -> torch.Tensor:
         """As Trainer computes it for one microbatch of several."""
         trainer = self._trainer
         mine = copy.copy(inputs)  # compute_loss takes the labels out
         with trainer.compute_loss_context_manager():
             loss: torch.Tensor = trainer.compute_loss(model, mine, num_items_in_batch=items)
-        scaled = trainer.loss_is_scaled_for_ga  # whether it is a part of the whole update's loss already
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # a part of the whole update's loss already
         if scaled is None:
             by_model = trainer.model_accepts_loss_kwargs and items is not None
             scaled = by_model or trainer.compute_loss_func is not None
         return loss if scaled else loss / self._parts
+
+    def told_loss(
+        self, model: torch.nn.Module, inputs: Any, items: torch.Tensor | int | None
+    ) -> tuple[torch.Tensor, list[Any]]:
+        """The same of a trainer of TRL's. Beside it, what it would have kept."""
+        with reading(self._trainer.accelerator) as telling:
+            self.telling = telling
+            try:
+                loss = self.loss(model, inputs, items)
+            finally:
+                self.telling = None
+        return loss, telling.data()
 
     def _compiled(self, model: torch.nn.Module) -> tuple[CompiledStep, Manner]:
         trainer, args = self._trainer, self._trainer.args
@@ -122,7 +152,7 @@ class Stepping:
             check_model(model)
             self.step = compile_step(
                 model,
-                self.loss,
+                self.told_loss if self._tells else self.loss,
                 manner.optimizer,
                 group=torch.distributed.group.WORLD if args.world_size > 1 else None,
                 scaler=trainer.accelerator.scaler,
