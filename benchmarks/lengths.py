@@ -4,7 +4,7 @@ different lengths.
     python benchmarks/lengths.py [--steps 60] [--epochs 3] [--device cuda] [--mode fast] [--base] [--out results.json]
 
 Both train the same model on the same batches, step by step in turn, and must have the same bits (in mode "fast": losses
-within a percent). On the CPU times are of the whole process (CPU seconds) on one thread, so that other work on the
+within five percent). On the CPU times are of the whole process (CPU seconds) on one thread, so that other work on the
 machine counts little. `plans` are there at the end of an epoch; `plain` steps ran in eager because their shape had not
 earned a plan; `generated` of all `kernels` are not eager's. `--base` is BERT-base, 64 rows of 26 to 512 tokens under
 bf16's autocast. With `--cache FOLDER` everything is kept there, and the second run is that of a second process.
@@ -120,7 +120,7 @@ def train(
             if mode == "exact":
                 assert torch.equal(losses["eager"], losses["takeback"]), f"other bits in step {number} of epoch {epoch}"
             else:
-                torch.testing.assert_close(losses["takeback"], losses["eager"], rtol=0.01, atol=0.01)
+                torch.testing.assert_close(losses["takeback"], losses["eager"], rtol=0.05, atol=0.05)
         counts = step.counts
         known = {k for plan in step._plans for k in plan.executor.kernels.in_program(plan.executor.program)}
         found.append(

@@ -269,6 +269,7 @@ def test_lengths_that_the_guards_of_one_kernel_leave_out_get_another(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("whole_head")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
 def test_generated_kernels_serve_lengths_that_had_no_part_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compile_cluster", lambda cluster, device: eagerly(cluster))

@@ -271,13 +271,12 @@ class PlanMaker:
 
     def compile_kernels_(self, plan: Plan) -> None:
         """Of a plan for further shapes, which runs on eager's so far, where that is worth its time: kernels for all
-        lengths as soon as steps have earned them, those for these shapes alone after many uses. What they ask for
-        inside is found out anew."""
-        program, uses = plan.executor.program, plan.replays
+        lengths as soon as steps have earned them, and after many uses all that there can be. What they ask for inside
+        is found out anew."""
+        program, often = plan.executor.program, plan.replays > USES_BEFORE_KERNELS
         families = self.kernels.families.uncompiled([kernel.cluster for kernel in self.kernels.waiting(program)])
-        if not self.affords_kernels(self.kernels.families.seconds(families)):
+        if not (often or self.affords_kernels(self.kernels.families.seconds(families))):
             families = []
-        often = uses > USES_BEFORE_KERNELS
         began = time.perf_counter()
         if families or often:
             work = self.start(f"kernels for {plan.made_for}")
