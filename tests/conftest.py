@@ -29,7 +29,7 @@ os.environ.setdefault("TAKEBACK_PLANS", "0")
 import takeback
 from takeback.compiler.passes import pipeline, recompute
 from takeback.compiler.passes.cost import Rates
-from takeback.compiler.run import allocator, calibrate, kernels, plan_maker
+from takeback.compiler.run import allocator, calibrate, kernel_families, kernels, plan_maker
 from takeback.compiler.run.inductor import NotCompiled
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
 from takeback.options import open_cache
@@ -155,6 +155,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_kernels_for_all_lengths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler takes its time: but for tests of these."""
+
+    def missing(family: object, members: object, base: object, device: object) -> None:
+        raise NotCompiled("there is no compiler here")
+
+    if "kernels_for_all_lengths" not in request.fixturenames:
+        monkeypatch.setattr(kernel_families, "compile_family", missing)
+
+
+@pytest.fixture
+def kernels_for_all_lengths() -> None:
+    """They are compiled."""
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ class CompiledStep:
             scaler=self._scaling.scaler if self._scaling is not None else None,
         )
         self._maker = PlanMaker(self._recipe, options, self._scaling, self._group)
-        self._maker.affords = self._earnings.affords
+        self._maker.affords, self._maker.affords_kernels = self._earnings.affords, self._earnings.affords_kernels
         self._replayer = Replayer(self._maker, self._plans, self._proof)
         self._update = PendingUpdate(self._maker, self._proof)
         update_ = functools.partial(self._update.run_, keep_grads=options.keep_grads)
@@ -126,10 +126,13 @@ class CompiledStep:
         self._check_mode()
         ask = asked(update, divide, loss_fn=self._loss_fn, options=self.options, device=self._maker.device)
         before, start = (self._plans.made, self._replays), time.perf_counter()
+        kernels_s = self._maker.kernels_s
         try:
             return self._turn(functools.partial(self._in_turn, (args, kwargs), ask))
         finally:
-            self._earnings.spent_(time.perf_counter() - start, on_plan=self._is_new_since(*before))
+            kernels_s = self._maker.kernels_s - kernels_s
+            self._earnings.compiled_(kernels_s)
+            self._earnings.spent_(time.perf_counter() - start - kernels_s, on_plan=self._is_new_since(*before))
             torch.clear_autocast_cache()  # casts of weights as they were before the update; see docs/assumptions.md
 
     def update(self, *, divide: float | torch.Tensor | None = None) -> None:

@@ -94,7 +94,7 @@ def test_step_runs_on_a_generated_kernel_near_eager_and_so_does_another_process_
 
 
 def test_failure_of_the_compiler_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(cluster: object, device: object, settings: object) -> None:
+    def fails(cluster: object, device: object) -> None:
         raise RuntimeError("\n  C++ compile error\nand a thousand lines")
 
     monkeypatch.setattr(inductor, "_compile", fails)

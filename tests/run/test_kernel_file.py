@@ -18,6 +18,7 @@ from torch._inductor.triton_bundler import TritonBundle, TritonBundler
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, Region
 from takeback.compiler.run import inductor, kernel_file
 from takeback.compiler.run.inductor import compile_cluster, wait_for
+from takeback.compiler.run.kernel_file import Generated
 from takeback.compiler.run.kernel_workers import at_once
 
 CPU = torch.device("cpu")
@@ -29,15 +30,15 @@ def cluster_of(rows: int = 4, factor: object = 2.0) -> Cluster:
     return Cluster((op,), {}, (x,), (y,))
 
 
-def key_of(cluster: Cluster, settings: tuple[str, ...] = ("as ever",), device: torch.device = CPU) -> str | None:
-    return kernel_file.key_of(cluster, device, settings)
+def key_of(cluster: Cluster, device: torch.device = CPU, **settings: object) -> str | None:
+    return kernel_file.key_of(cluster.key, device, settings)
 
 
 def test_key_is_of_the_cluster_the_machine_the_settings_and_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     key = key_of(cluster_of())
     assert key is not None
     assert key == key_of(cluster_of()), "another process makes it of another cluster that is equal"
-    others = [key_of(cluster_of(rows=5)), key_of(cluster_of(factor=3.0)), key_of(cluster_of(), ("otherwise",))]
+    others = [key_of(cluster_of(rows=5)), key_of(cluster_of(factor=3.0)), key_of(cluster_of(), max_autotune=True)]
     with config.patch(epilogue_fusion=False):
         others.append(key_of(cluster_of()))
     with monkeypatch.context() as patch:
@@ -93,7 +94,7 @@ def test_kept_module_imports_what_it_uses() -> None:
 @pytest.mark.parametrize("fault", ["not there", "no pickle", "it does not load"])
 def test_what_is_not_right_is_compiled_anew(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    key = inductor.kernel_file.key_of(cluster_of(), CPU, (repr(sorted(inductor._settings(cluster_of()).items())),))
+    key = key_of(cluster_of(), **inductor.settings_of(cluster_of()))
     assert key is not None
     folder = Path(codecache.FxGraphCache._get_tmp_dir_for_key(key))
     assert folder.is_relative_to(tmp_path)
@@ -101,13 +102,14 @@ def test_what_is_not_right_is_compiled_anew(fault: str, tmp_path: Path, monkeypa
     if fault == "no pickle":
         (folder / "entry").write_bytes(b"torn")
     if fault == "it does not load":
-        failing = mock.Mock(_triton_bundle=None)
+        failing = mock.Mock(_triton_bundle=None, guards_expr=None)
         failing.after_deserialization.side_effect = RuntimeError("no such symbol")
         candidates = mock.Mock(return_value=iter([(failing, b"", True)]))
         monkeypatch.setattr(codecache.FxGraphCache, "iterate_over_candidates", candidates)
-    monkeypatch.setattr(inductor, "_compile", lambda *args: "compiled")
-    monkeypatch.setattr(kernel_file, "keep_", lambda key, graph, wait: wait())
-    assert compile_cluster(cluster_of(), CPU) == "compiled"
+    made = Generated(lambda operands: operands)
+    monkeypatch.setattr(inductor, "_compile", lambda *args: made)
+    monkeypatch.setattr(kernel_file, "keep_", lambda key, made, wait: wait())
+    assert compile_cluster(cluster_of(), CPU) is made.call
 
 
 def test_graph_is_kept_when_its_compilers_are_done_with_what_they_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +121,11 @@ def test_graph_is_kept_when_its_compilers_are_done_with_what_they_made(monkeypat
     happened: list[str] = []
     bundle = TritonBundle([], [])
 
-    def compiles(*args: object) -> Graph:
+    def compiles(*args: object) -> Generated:
         from takeback.compiler.run.kernel_workers import put_off
 
         put_off(lambda: happened.append(f"compilers are done, noted: {TritonBundler._entries is not None}"))
-        return Graph()
+        return Generated(Graph())
 
     def save(key: str, graph: Any, *rest: object) -> None:
         happened.append(f"kept with {'its' if graph._triton_bundle is bundle else 'no'} bundle")
@@ -131,7 +133,7 @@ def test_graph_is_kept_when_its_compilers_are_done_with_what_they_made(monkeypat
     collect: Callable[[], Any] = lambda: (bundle, None)  # noqa: E731
     monkeypatch.setattr(TritonBundler, "collect", collect)
     monkeypatch.setattr(TritonBundler, "is_enabled", lambda: True)
-    monkeypatch.setattr(kernel_file, "found", lambda key: None)
+    monkeypatch.setattr(kernel_file, "found", lambda key, base: None)
     monkeypatch.setattr(inductor, "_compile", compiles)
     monkeypatch.setattr(codecache.FxGraphCache, "_save_graph", save)
     with at_once() as afterwards:

@@ -42,6 +42,12 @@ def test_sum_over_many_rows_of_two_operands_has_wide_tiles() -> None:
     assert found["fixed_config"].config == {"XBLOCK": 128, "R0_BLOCK": 8, "num_warps": 4, "num_stages": 1}
 
 
+def test_kernel_of_sizes_that_are_not_known_is_left_as_it_is() -> None:
+    kernel = features({"a": 4096 * 512, "b": 4096 * 512})
+    groups = [{"x": sympy.Integer(4096), "r0_": sympy.Symbol("rows")}, kernel]
+    assert choices(by_channels=True).triton_kernel_kwargs(object, kernel, groups, {}) == {}
+
+
 _TWO = {"a": 4096 * 512, "b": 4096 * 512}
 
 

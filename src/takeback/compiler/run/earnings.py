@@ -3,7 +3,8 @@
 A plan takes the time of a few steps, and where each batch has another length most shapes come but a few times. So from
 the third on plans are earned. At the beginning all of them together may take as long as 40 steps; from then on all but
 the first take no more than a twentieth of the time that steps have taken. A batch that is larger than all that are
-planned decides how much memory the training takes: for those it is a quarter.
+planned decides how much memory the training takes: for those it is a quarter. Generated kernels for further shapes take
+no more than a tenth.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _EARLY_STEPS = 40
 _SHARE = 0.05  #: of the time of steps, for further plans
 _SHARE_FOR_LARGEST = 0.25
 _SHARE_FOR_SEARCHES = 0.1  #: that are made anew, where choices for smaller batches are not as good for a larger one
+_SHARE_FOR_KERNELS = 0.1
 _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over the arena, as measured
 _SHARE_OF_MEMORY = 0.02
 _FEWEST = 8
@@ -37,6 +39,7 @@ class Earnings:
     steps_s: float = 0.0
     plans_s: float = 0.0  #: but for the first
     first_s: float | None = None
+    kernels_s: float = 0.0  #: those of further shapes
     _warned: bool = False
 
     def spent_(self, seconds: float, *, on_plan: bool) -> None:
@@ -65,6 +68,14 @@ class Earnings:
     def affords(self, seconds: float) -> bool:
         """Whether a search that takes so long, for a better plan of a larger batch, is worth its time."""
         return self.explicit or self.plans_s + seconds <= self.steps_s * _SHARE_FOR_SEARCHES
+
+    def compiled_(self, seconds: float) -> None:
+        """Kernels for further shapes took so long."""
+        self.kernels_s += seconds
+
+    def affords_kernels(self, seconds: float) -> bool:
+        """Whether kernels for further shapes, which take so long, are worth their time."""
+        return self.explicit or self.kernels_s + seconds <= self.steps_s * _SHARE_FOR_KERNELS
 
     def _early_s(self) -> float:
         """What plans may take at the beginning; how long a step takes is known once there was one without a plan."""

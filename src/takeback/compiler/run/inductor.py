@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run import kernel_file
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.kernel_file import Generated
 from takeback.compiler.run.kernel_workers import at_once, compilers_go_on, put_off
 from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
@@ -55,40 +56,38 @@ class NotCompiled(Exception):
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`. Inside of `at_once` it
     may be called when it has been waited for."""
-    with _by_itself(device):
-        settings = _settings(cluster)
-        key = kernel_file.key_of(cluster, device, (repr(sorted(settings.items())),))
-        kept, wait = _found(key)
-        if kept is not None:
-            put_off(wait)
-            return kept
-        with at_once() as afterwards:
-            compiled = _compile(cluster, device, settings)
-        wait = afterwards.taken_()
-        if key is not None:
-            wait = functools.partial(kernel_file.keep_, key, compiled, wait)
-        put_off(wait)
-        return compiled
+    with by_itself(device):
+        key = kernel_file.key_of(cluster.key, device, settings_of(cluster))
+        return found_or_compiled(key, lambda: _compile(cluster, device)).call
 
 
-def _found(key: str | None) -> tuple[Compiled | None, Callable[[], None]]:
-    """What an earlier process compiled, and its compilers: of some kernels only the source is kept."""
+def found_or_compiled(key: str | None, compile_: Callable[[], Generated], base: int | None = None) -> Generated:
+    """What an earlier process has kept under this key, for this base, or else what is compiled now, and kept. Of some
+    kernels only the source is kept: there are compilers to be waited for in any case."""
+    kept: Generated | None = None
     with at_once() as afterwards:
         if key is not None:
             with contextlib.suppress(Exception), compilers_go_on():  # whatever is wrong with it, it is compiled anew
-                return kernel_file.found(key), afterwards.taken_()
-    return None, afterwards.taken_()
+                kept = kernel_file.found(key, base)
+        wait = afterwards.taken_()
+        made = compile_() if kept is None else kept
+        if kept is None:
+            wait = afterwards.taken_()
+            if key is not None:
+                wait = functools.partial(kernel_file.keep_, key, made, wait)
+    put_off(wait)
+    return made
 
 
 def wait_for(compilers: Callable[[], None], device: torch.device) -> None:
     """Those of a cluster that was compiled `at_once` with others. Raises `NotCompiled`."""
-    with _by_itself(device):
+    with by_itself(device):
         compilers()
 
 
 def interpret_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """The same without Inductor: what it would be given, op by op. For who tests that."""
-    with _by_itself(device):
+    with by_itself(device):
         graph, _, _ = trace_cluster(cluster, device)
 
     def run(operands: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -98,7 +97,8 @@ def interpret_cluster(cluster: Cluster, device: torch.device) -> Compiled:
 
 
 @contextlib.contextmanager
-def _by_itself(device: torch.device) -> Iterator[None]:
+def by_itself(device: torch.device) -> Iterator[None]:
+    """Around all that calls Inductor: whatever is wrong is `NotCompiled`."""
     try:
         # The step may be called under autocast, whose casts are ops of the cluster: they are not to be made again.
         with torch.autocast(device.type, enabled=False), warnings.catch_warnings():
@@ -113,7 +113,8 @@ def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {said[0] if said else 'no message'}"
 
 
-def _settings(cluster: Cluster) -> dict[str, Any]:
+def settings_of(cluster: Cluster) -> dict[str, Any]:
+    """What Inductor is asked for where it compiles this one."""
     from torch._inductor import config
 
     wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
@@ -122,20 +123,29 @@ def _settings(cluster: Cluster) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if _has(config, name)}
 
 
-def _compile(cluster: Cluster, device: torch.device, settings: dict[str, Any]) -> Compiled:
+def _compile(cluster: Cluster, device: torch.device) -> Generated:
+    graph, operands, mode = trace_cluster(cluster, device)
+    return Generated(compile_graph(graph, operands, mode, [r.stride for r in cluster.results], cluster))
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, operands: Sequence[Any], mode: Any, strides: Sequence[Sequence[Any]], cluster: Cluster
+) -> Compiled:
+    """A graph, traced with these operands in this mode, whose results are to have these strides. `cluster`: what it
+    computes, in these sizes or others."""
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    graph, operands, mode = trace_cluster(cluster, device)
     # Without this Inductor takes the strides of a result for its own affair.
     output = graph.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(cluster.results)))
-    output.meta["original_output_strides"] = [list(r.stride) for r in cluster.results]
+    output.meta["user_visible_output_idxs"] = list(range(len(strides)))
+    output.meta["original_output_strides"] = [list(stride) for stride in strides]
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
     tiles = V.set_choices_handler(choices(by_channels=adds_up_columns(cluster)))
+    settings = settings_of(cluster)
     with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, tiles, compilers_go_on():
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 

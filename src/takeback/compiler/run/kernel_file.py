@@ -16,13 +16,12 @@ import hashlib
 import importlib.metadata
 import platform
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-
-from takeback.compiler.program import Cluster
 
 _AN_ADDRESS = " at 0x"  #: in the text of an argument: another process has another one
 
@@ -41,32 +40,60 @@ _OFTEN_UNUSED = {
 }
 
 
-def key_of(cluster: Cluster, device: torch.device, settings: Iterable[str]) -> str | None:
-    """None where nothing is to be kept: Inductor's caches are off, the user has put passes of his own into it, or the
-    cluster has no text of its own."""
+@dataclass(frozen=True)
+class Generated:
+    """What Inductor made of a cluster, or of a family of them."""
+
+    call: Callable[[list[Any]], Any]  #: of the operands; of a family, with the base before them
+    guards: str | None = None  #: what it took for granted of the base, as an expression
+    symbols: tuple[Any, ...] = ()  #: the base, where it is compiled in this process
+    mode: Any = None  #: in which that is a symbol
+
+
+def key_of(text: str, device: torch.device, settings: Mapping[str, object]) -> str | None:
+    """Of a cluster's or a family's text, and what Inductor is asked for. None where nothing is to be kept: Inductor's
+    caches are off, the user has put passes of his own into it, or the text is of this process alone."""
     from torch._inductor import config
     from torch._inductor.codecache import torch_key
 
     users = repr(sorted(config.save_config_portable(ignore_private_configs=False).items()))
     own_passes = any(getattr(config, name, None) for name in _OWN_PASSES)
-    if config.force_disable_caches or own_passes or _AN_ADDRESS in cluster.key:
+    if config.force_disable_caches or own_passes or _AN_ADDRESS in text:
         return None
-    parts = (torch_key(), _source(), users, *_machine(device), *settings, cluster.key)
+    parts = (torch_key(), _source(), users, *_machine(device), repr(sorted(settings.items())), text)
     digest = hashlib.sha256()
     for part in parts:
         digest.update((part if isinstance(part, bytes) else part.encode()) + b"\0")
     return f"takeback{digest.hexdigest()}"
 
 
-def found(key: str) -> Callable[[list[torch.Tensor]], Any] | None:
-    """What an earlier process compiled, which may be called once its compilers have been waited for; None if there is
-    nothing. As Inductor does where it finds a graph, without what it imports to compile one."""
+def hold(guards: str | None, base: int) -> bool:
+    """Whether what was taken for granted is so for this base."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return not guards or bool(ShapeEnv().evaluate_guards_expression(guards, [base]))
+
+
+def is_kept(key: str | None, base: int) -> bool:
+    """Whether there is something under the key of a family that holds for this base."""
+    return key is not None and _kept(key, base) is not None
+
+
+def _kept(key: str, base: int | None) -> Any | None:
     from torch._inductor.codecache import FxGraphCache
+
+    graphs = (graph for graph, *_ in FxGraphCache.iterate_over_candidates(True, None, key))
+    return next((graph for graph in graphs if base is None or hold(graph.guards_expr, base)), None)
+
+
+def found(key: str, base: int | None = None) -> Generated | None:
+    """What an earlier process compiled, which may be called once its compilers have been waited for; None if there is
+    nothing. As Inductor does where it finds a graph, without what it imports to compile one. `base`: of a family."""
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.triton_bundler import TritonBundler
     from torch._inductor.utils import BoxedBool
 
-    graph = next((graph for graph, *_ in FxGraphCache.iterate_over_candidates(True, None, key)), None)
+    graph = _kept(key, base)
     if graph is None:
         return None
     if graph._triton_bundle:
@@ -74,19 +101,19 @@ def found(key: str) -> Callable[[list[torch.Tensor]], Any] | None:
     constants = CompiledFxGraphConstants()
     graph.after_deserialization(constants)
     graph.post_compile([], constants, {"cudagraphs": BoxedBool(False), "is_backward": False})
-    call: Callable[[list[torch.Tensor]], Any] = (
-        graph.current_callable
-    )  # the graph looks into modules that are not there
-    return call
+    return Generated(graph.current_callable, graph.guards_expr)  # the graph's own call looks into further modules
 
 
-def keep_(key: str, graph: Any, wait: Callable[[], None]) -> None:
+def keep_(key: str, made: Generated, wait: Callable[[], None]) -> None:
     """A compiled graph, with what its compilers make: `wait` waits for them."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor.codecache import FxGraphCache, code_hash
     from torch._inductor.output_code import CompiledFxGraph
     from torch._inductor.triton_bundler import TritonBundler
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if not isinstance(graph, CompiledFxGraph):  # there is nothing in it
+    if not isinstance(made.call, CompiledFxGraph):  # there is nothing in it
         wait()
         return
     TritonBundler.begin_compile()  # it notes what is made from here on
@@ -95,13 +122,14 @@ def keep_(key: str, graph: Any, wait: Callable[[], None]) -> None:
         bundle, _ = TritonBundler.collect()
     finally:
         TritonBundler.end_compile()
-    kept = copy.copy(graph)
+    kept = copy.copy(made.call)
     kept.set_triton_bundle(bundle)
-    kept.source_code = less_imports(graph.source_code)
+    kept.source_code = less_imports(kept.source_code)
     kept.cache_key = code_hash(kept.source_code)
     kept.prepare_for_serialization()
-    with _inductors_context():
-        FxGraphCache._save_graph(key, kept, [], True, None)
+    mode = made.mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # guards are asked of its symbols
+    with tracing(TracingContext(mode)):
+        FxGraphCache._save_graph(key, kept, list(made.symbols), True, None)
 
 
 def less_imports(source: str) -> str:
@@ -111,15 +139,6 @@ def less_imports(source: str) -> str:
         if len(re.findall(rf"\b{name}\b", source)) == 1:
             source = source.replace(f"{line}\n", "")
     return source
-
-
-def _inductors_context() -> Any:
-    """Its cache asks for sizes that are not known; here all are."""
-    from torch._guards import TracingContext, tracing
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    return tracing(TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)))
 
 
 def _machine(device: torch.device) -> tuple[str, ...]:
@@ -145,7 +164,7 @@ def _source() -> bytes:
     here = Path(__file__).parent
     files = [here.parent / f"{name}.py" for name in ("program", "schema", "geometry", "cluster")]
     files += sorted({*here.glob("*_forms.py"), *here.glob("cluster_*.py")})
-    files += [here / "inductor.py", Path(__file__)]
+    files += [here / "inductor.py", here / "symbolic.py", Path(__file__)]
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -17,6 +17,7 @@ from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import drawn, shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight, wait_for
+from takeback.compiler.run.kernel_families import KernelFamilies
 from takeback.compiler.run.kernel_workers import at_once
 from takeback.compiler.run.room import is_out_of_memory
 
@@ -134,6 +135,7 @@ class Kernels:
         self.changes = 0  #: how often a cluster has got another kernel
         self.compared = False  #: one was used for the first time in this replay, and compared: that takes memory
         self.plain = False  #: eager's kernels run, whatever there is
+        self.families = KernelFamilies(device)
         self.aside: Aside = contextlib.nullcontext  #: around what is no part of the step, in the executor that runs
 
     def rest_(self) -> None:
@@ -144,12 +146,13 @@ class Kernels:
         found = self._known.get(cluster.key)
         if found is None:
             found = self._known[cluster.key] = ClusterKernel(cluster, self)
+            self.families.add_(cluster)
         return found
 
     def compile_(self, program: Program, tell: Told) -> None:
         """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels. The
         source of all is written first, so that their compilers work at the same time."""
-        waiting = [kernel for kernel in self.in_program(program) if not kernel.tried]
+        waiting = self.waiting(program)
         written: list[tuple[ClusterKernel, Call, Callable[[], None]]] = []
         with at_once() as afterwards:
             for number, kernel in enumerate(waiting):
@@ -161,6 +164,20 @@ class Kernels:
             with _refusing(kernel):
                 wait_for(wait, self.device)
                 kernel.use_(compiled)
+
+    def take_over_(self, program: Program) -> bool:
+        """Kernels of families, for clusters of a program that have none yet; whether there were some."""
+        took = False
+        for kernel in self.waiting(program):
+            compiled = self.families.kernel_for(kernel.cluster)
+            if compiled is not None:
+                kernel.use_(compiled)
+                took = True
+        return took
+
+    def waiting(self, program: Program) -> list[ClusterKernel]:
+        """Those that nobody has tried to compile."""
+        return [kernel for kernel in self.in_program(program) if not kernel.tried]
 
     def compare_beforehand_(self, program: Program) -> None:
         """Those that have not been used, where that may not be possible later."""

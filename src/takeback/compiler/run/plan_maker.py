@@ -66,6 +66,7 @@ _ONE_KERNEL = (
     "fused=True: mode='fast' need not round where eager's own path does"
 )
 
+USES_BEFORE_KERNELS = 50  #: of a plan for further shapes, for kernels that serve these alone
 STATELESS = "it has no state yet, and makes it in its first step; the next plan has the update"
 
 _EARLIER = (
@@ -93,7 +94,9 @@ class PlanMaker:
         if self.fast:
             warm_up_(self.device)
         self.graphs = GraphSettings(options.graphs, NEAR if self.fast else Bits())
+        self.kernels_s = 0.0  #: what kernels for further shapes took, in all
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
+        self.affords_kernels: Callable[[float], bool] = lambda seconds: True  #: the same of kernels
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     def start(self, what: str) -> Work:
@@ -170,6 +173,7 @@ class PlanMaker:
         taken over, if they are as good here. `fitted` may put another layout in place of the one that `memory=` asks
         for. `stateless`: the optimizers' own step() makes their state first."""
         family = sibling.family if sibling is not None else Family()
+        first = family.pattern is None
         self.work.begin(Doing.RECORDING)  # of the update
         finished = (
             self.finished(subject, got, (STATELESS,) * len(self.optimizers.members))
@@ -184,9 +188,12 @@ class PlanMaker:
         numbers = numbers_of(planned.layout.draft.program)
         self.work.begin(Doing.WRITING)
         executor = self.executor(planned.layout, family.codes)
-        if searched and self.fast:  # kernels for other shapes are compiled once these have come up often enough
+        took_over = False
+        if self.fast and first:
             self.work.begin(Doing.KERNELS)
             self.kernels.compile_(executor.program, self.work.tell)
+        elif self.fast:  # kernels for other shapes are compiled when that is worth it
+            took_over = self.kernels.take_over_(executor.program)
         plan = Plan(
             key=key,
             outline=outline,
@@ -195,8 +202,8 @@ class PlanMaker:
             kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
             family=family,
             is_sibling=not searched,
-            rehearsals=0 if searched else 1,
-            awaits_kernels=self.fast and not searched,
+            rehearsals=0 if searched or took_over else 1,
+            awaits_kernels=self.fast and bool(self.kernels.waiting(executor.program)),
             kernels_seen=self.kernels.changes,
             watch=Watch(subject, got.assumptions, leaves),
             finished=finished,
@@ -263,12 +270,28 @@ class PlanMaker:
         return replace(planned, file_key=key)
 
     def compile_kernels_(self, plan: Plan) -> None:
-        """Of a plan that ran on eager's so far; what they ask for inside is found out anew."""
-        work = self.start(f"kernels for {plan.made_for}")
-        with work.inside, work:
-            work.begin(Doing.KERNELS)
-            self.kernels.compile_(plan.executor.program, work.tell)
-        plan.awaits_kernels, plan.rehearsals = False, 0
+        """Of a plan for further shapes, which runs on eager's so far, where that is worth its time: kernels for all
+        lengths as soon as steps have earned them, and after many uses all that there can be. What they ask for inside
+        is found out anew."""
+        program, often = plan.executor.program, plan.replays > USES_BEFORE_KERNELS
+        families = self.kernels.families.uncompiled([kernel.cluster for kernel in self.kernels.waiting(program)])
+        if not (often or self.affords_kernels(self.kernels.families.seconds(families))):
+            families = []
+        began = time.perf_counter()
+        if families or often:
+            work = self.start(f"kernels for {plan.made_for}")
+            with work.inside, work:
+                work.begin(Doing.KERNELS)
+                self.kernels.families.compile_(families, work.tell)
+                took_over = self.kernels.take_over_(program)
+                if often:
+                    self.kernels.compile_(program, work.tell)
+        else:
+            took_over = self.kernels.take_over_(program)  # what other plans have compiled
+        self.kernels_s += time.perf_counter() - began
+        if took_over or often:
+            plan.rehearsals = 0
+        plan.awaits_kernels = bool(self.kernels.waiting(program))
 
     def heed_kernels_(self, plan: Plan) -> None:
         """Lays a plan out anew where a cluster of it has another kernel since: what the old one asked for, and when it

@@ -20,7 +20,7 @@ from takeback.compiler.run.eager import Batch
 from takeback.compiler.run.fitting import short_of
 from takeback.compiler.run.microbatch import MicrobatchBesideEager, replay_microbatch
 from takeback.compiler.run.pending import Microbatch
-from takeback.compiler.run.plan_maker import PlanMaker
+from takeback.compiler.run.plan_maker import USES_BEFORE_KERNELS, PlanMaker
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import Proof
 from takeback.compiler.run.replayed_step import ReplayedStep, Results
@@ -28,8 +28,6 @@ from takeback.compiler.run.room import is_out_of_memory, let_go_, what_it_said
 from takeback.compiler.run.verify import BesideEager
 from takeback.errors import StalePlanError
 from takeback.progress import Doing
-
-_USES_BEFORE_KERNELS = 50  #: of a plan for other shapes: compiling takes as long as hundreds of steps on a GPU
 
 
 class Replayer:
@@ -58,7 +56,7 @@ class Replayer:
         self.count += 1
         plan.replays += 1
         plan.family.replays += 1
-        if plan.awaits_kernels and plan.replays > _USES_BEFORE_KERNELS:
+        if plan.awaits_kernels and (plan.replays & (plan.replays - 1) == 0 or plan.replays == USES_BEFORE_KERNELS + 1):
             self._maker.compile_kernels_(plan)
         self._maker.heed_kernels_(plan)
         due = self._proof.is_due(proved=plan.is_proved, replays=self.count)

@@ -38,11 +38,12 @@ def choices(*, by_channels: bool) -> Any:
 
     class TileChoices(InductorChoices):
         def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
-            tile = None
-            if isinstance(groups[0], dict) and features.is_reduction():
-                tile = self._of_sums(features, groups[0])
-            elif isinstance(groups[0], dict) and by_channels:
-                tile = _of_channels(groups[0])
+            tile, tiles = None, groups[0]
+            known = isinstance(tiles, dict) and all(count.is_number for count in tiles.values())
+            if known and features.is_reduction():
+                tile = self._of_sums(features, tiles)
+            elif known and by_channels:
+                tile = _of_channels(tiles)
             return kernel_kwargs if tile is None else {**kernel_kwargs, "fixed_config": FixedTritonConfig(tile)}
 
         def _of_sums(self, features: Any, tiles: dict[str, Any]) -> dict[str, int] | None:
