@@ -321,7 +321,7 @@ def test_tracing_is_not_under_the_users_autocast(monkeypatch: pytest.MonkeyPatch
 
     seen: list[bool] = []
 
-    def look(cluster: Cluster, device: torch.device, settings: dict[str, Any]) -> Kernel:
+    def look(cluster: Cluster, device: torch.device) -> Kernel:
         seen.append(torch.is_autocast_enabled("cpu"))
         return eagerly(cluster)
 

@@ -32,7 +32,10 @@ def features(reads: dict[str, int], hint: ReductionHint = ReductionHint.OUTER, m
 
 
 def tiles(sums: int, rows: int, kernel: Any, **more: int) -> Any:
-    groups = [{**more, "x": sympy.Integer(sums), "r0_": sympy.Integer(rows)}, kernel]
+    groups = [
+        {**{name: sympy.Integer(n) for name, n in more.items()}, "x": sympy.Integer(sums), "r0_": sympy.Integer(rows)},
+        kernel,
+    ]
     return choices(by_channels=True).triton_kernel_kwargs(object, kernel, groups, {"given": 1})
 
 
