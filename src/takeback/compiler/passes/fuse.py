@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from takeback.compiler.cluster import clustered
 from takeback.compiler.geometry import path
+from takeback.compiler.ownership.facts import COPY, FILL
 from takeback.compiler.passes.draft import Draft, Refusal
 from takeback.compiler.passes.fusible import why_not
 from takeback.compiler.passes.thin import BackwardGroup, made_again
-from takeback.compiler.program import BufferId, Op, Phase, Program, Region
+from takeback.compiler.program import BufferId, Cluster, Op, Phase, Program, Region, Special
 
 MOST_OPS = 96  #: of one cluster; larger ones take long to compile and gain nothing
 _SOON = 8  #: ops; over fewer nothing is gained by not waiting
@@ -57,11 +60,21 @@ def fuse(draft: Draft) -> Draft:
     readers = [BackwardGroup(mine, at) for at, mine in ops.items() if program.ops[at].phase is Phase.BACKWARD]
     for reader, again in zip(readers, made_again(program, draft.kept, readers, buffers), strict=True):
         ops[reader.at] = again
-    ops = {at: mine for at, mine in ops.items() if len(mine) > 1}
+    ops = {at: mine for at, mine in ops.items() if len(mine) > 1 or _is_activation(*mine)}
     inside = {position: group.at for group in found if group.at in ops for position in group.members}
     refusals = tuple(_refusals(program, inside))
     made = _in_place(replace(program, buffers=buffers), draft.kept, ops, inside)
     return replace(draft, program=made, refusals=draft.refusals + refusals)
+
+
+def _is_activation(op: Op) -> bool:
+    """Whether an op of the forward computes one number of one, as an activation between two products does. Alone it is
+    no faster in a cluster, but later passes know how clusters are made again beside others."""
+    target = op.target
+    assert not isinstance(target, Special | Cluster)
+    if op.phase is not Phase.FORWARD or torch.Tag.pointwise not in target.tags or target in COPY or target in FILL:
+        return False
+    return len(op.inputs) == 1 and len(op.outputs) == 1 and op.inputs[0].numel == op.outputs[0].numel
 
 
 def _in_place(
@@ -69,11 +82,13 @@ def _in_place(
 ) -> Program:
     """The program with one op in place of each cluster's ops. `inside` says where the cluster of an op runs."""
     runs: list[tuple[Op, ...]] = []
+    clusters_at: set[int] = set()  #: among them
     for position, op in enumerate(program.ops):
         at = inside.get(position)
         if at is None:
             runs.append((op,))
         elif at == position:
+            clusters_at.add(len(runs))
             runs.append(clusters[at])
     named = {r.buffer for _, r in program.named_regions()} | kept
     readers: dict[BufferId, set[int]] = {}
@@ -83,7 +98,7 @@ def _in_place(
                 readers.setdefault(r.buffer, set()).add(number)
     ops: list[Op] = []
     for number, run in enumerate(runs):
-        if len(run) == 1:
+        if number not in clusters_at:
             ops.append(run[0])
             continue
         made = {r.buffer for op in run for r in op.outputs}
