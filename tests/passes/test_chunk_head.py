@@ -127,7 +127,7 @@ def test_code_for_the_devices_own_allocator_passes_its_audit() -> None:
     settings = PassSettings(home=Home.ALLOCATOR)
     layout = lay_out(run_passes(plan.original, plan.finished.kept, settings, stages=STAGES))
     code = generate_for_allocator(layout)
-    audit(code.lines, code.claims, layout)
+    audit(code.lines, code.meant, layout)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
