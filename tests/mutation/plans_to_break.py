@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,13 @@ import takeback as tb
 from harness import eager_step, gradients_of, same, state_of
 from takeback import flat, zoo
 from takeback.compiler.layout import Layout
-from takeback.compiler.program import BufferId, Program
+from takeback.compiler.passes import Home, pipeline
+from takeback.compiler.program import BufferId, Cluster, Program
+from takeback.compiler.run import kernels, plan_maker
+from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.arena_executor import ArenaExecutor
+from takeback.compiler.run.executor import Executor
+from takeback.compiler.run.inductor import Compiled, NotCompiled
 from takeback.compiler.run.plans import Plan
 
 
@@ -77,6 +83,33 @@ class Pictures(nn.Module):
         return self.layers(x)
 
 
+class Pooled(nn.Module):
+    """A pool, whose indices mode fast keeps in another form, norms, and dropout, in clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), nn.MaxPool2d(2))
+        self.second = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.SiLU(), nn.Dropout(0.2))
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x)).mean((2, 3)))
+
+
+class Headed(nn.Module):
+    """Blocks with norms and gates, and a head that is large beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(12, 16), nn.Linear(12, 16)
+        self.down, self.norm, self.head = nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + F.dropout(self.down(F.silu(self.gate(y)) * self.up(y)), 0.1)
+        return self.head(self.norm(x).tanh())
+
+
 def entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -126,10 +159,15 @@ def _rows(rows: int, width: int, classes: int) -> Callable[[], tuple[Tensor, ...
     return lambda: (torch.randn(rows, width), torch.randint(classes, (rows,)))
 
 
-def _small_gpt() -> Any:
+def _small_gpt(optimizer: Any = adamw) -> Any:
     torch.manual_seed(0)
     model = zoo.GPT(zoo.GPTConfig(vocabulary=40, context=8, layers=1, heads=2, width=16))
-    return model, lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), adamw(model)
+    return model, lambda m, x, y: F.cross_entropy(m(x).flatten(0, 1), y.flatten()), optimizer(model)
+
+
+def _gpt_with_momentum() -> Any:
+    """AdamW makes a whole step of what rounding leaves of a gradient that is zero."""
+    return _small_gpt(momentum)
 
 
 def _tokens(rows: int, length: int) -> Callable[[], tuple[Tensor, ...]]:
@@ -163,7 +201,54 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("zoo resnet", *_zoo("resnet", 2), None, {"memory": "min"}),
     Recipe("zoo dit", *_zoo("dit", 1), None, {"memory": "auto"}),
     Recipe("zoo ssm", *_zoo("ssm", 1), None, {"memory": "keep"}),
+    Recipe(
+        "fast, dropped, min",
+        _own(Dropped, square, adamw),
+        _rows(12, 16, 3),
+        _rows(9, 16, 3),
+        {"mode": "fast", "memory": "min"},
+        quick=True,
+    ),
+    Recipe(
+        "fast, pooled, min",
+        _own(Pooled, entropy, momentum),
+        _pictures(3, 8),
+        _pictures(2, 8),
+        {"mode": "fast", "memory": "min"},
+    ),
+    Recipe(
+        "fast, pooled, keep", _own(Pooled, entropy, adamw), _pictures(3, 8), None, {"mode": "fast", "memory": "keep"}
+    ),
+    Recipe(
+        "fast, headed, min", _own(Headed, entropy, adamw), _rows(24, 12, 40), None, {"mode": "fast", "memory": "min"}
+    ),
+    Recipe("fast, gpt, auto", _gpt_with_momentum, _tokens(2, 8), _tokens(2, 6), {"mode": "fast"}),
+    Recipe("fast, grouped", _own(Dropped, square, adamw), _rows(12, 16, 3), None, {"mode": "fast", "group": True}),
+    Recipe("fast, zoo dit", *_zoo("dit", 1), None, {"mode": "fast", "memory": "min"}),
+    Recipe("streamed, tied", _own(Tied, entropy, adamw), _rows(8, 12, 5), None, {"streamed": True}, quick=True),
+    Recipe(
+        "streamed, dropped, min",
+        _own(Dropped, square, momentum),
+        _rows(12, 16, 3),
+        None,
+        {"streamed": True, "memory": "min"},
+    ),
+    Recipe(
+        "streamed, pooled, fast",
+        _own(Pooled, entropy, adamw),
+        _pictures(3, 8),
+        None,
+        {"streamed": True, "mode": "fast"},
+    ),
+    Recipe(
+        "streamed, gpt, fast",
+        _gpt_with_momentum,
+        _tokens(2, 8),
+        None,
+        {"streamed": True, "mode": "fast", "memory": "min"},
+    ),
 )
+"""Those that are `streamed` run as on a GPU, where torch's allocator places; their generated code is what is broken."""
 
 
 @dataclass
@@ -178,39 +263,55 @@ class Subject:
     sibling: Layout | None
     eagers: dict[str, Tensor]
     state: dict[str, Tensor]
+    recorded: Program  #: what the plan must mean: in mode fast, after the passes that compute in another way
+    kept: frozenset[BufferId]
 
     @property
     def is_large(self) -> bool:
         """Whether to judge a mutant of it takes long."""
-        return self.layout.placed.size_bytes > 100_000
+        return self.layout.alive_bytes > 100_000
 
     @property
-    def recorded(self) -> Program:
-        return self.plan.original
-
-    @property
-    def kept(self) -> frozenset[BufferId]:
-        return self.plan.finished.kept
+    def is_streamed(self) -> bool:
+        """Whether torch's allocator places, so that its code is what can be broken."""
+        return self.layout.arena is None
 
     def run(self, layout: Layout) -> str | None:
         """Runs a layout for real, in poison mode. What is not as in eager, in words; None if all of it is."""
-        maker, model, optimizer = self.step._maker, self.step._model, self.step._optimizers.only
-        self._put_back_()
-        before = self.plan.executor
+        maker = self.step._maker
+        reducer = maker.group.reducer if maker.group is not None else None
+        if self.is_streamed:
+            return self.run_by(lambda: AllocatorExecutor(layout, poison=True, kernels=maker.kernels))
+        return self.run_by(
+            lambda: ArenaExecutor(
+                layout, maker.arena, maker.native, poison=True, reducer=reducer, kernels=maker.kernels
+            )
+        )
+
+    def run_by(self, executor: Callable[[], Executor]) -> str | None:
+        """The same with an executor of one's own."""
+        maker = self.step._maker
         reducer = maker.group.reducer if maker.group is not None else None
         try:
-            self.plan.executor = ArenaExecutor(layout, maker.arena, maker.native, poison=True, reducer=reducer)
-            torch.manual_seed(99)
-            loss = self.step(*self.batch)
+            found = self.left_by(executor)
         except Exception as error:
             if reducer is not None:
                 reducer.failure, reducer._works = None, []
             return f"{type(error).__name__}: {error}"[:200]
-        finally:
-            self.plan.executor = before
-        found = seen(model, optimizer, loss, self.step.options.keep_grads)
         wrong = [name for name, value in self.eagers.items() if name not in found or not same(found[name], value)]
         return f"{wrong[0]} is not eager's" if wrong else None
+
+    def left_by(self, executor: Callable[[], Executor]) -> dict[str, Tensor]:
+        """What a step by this executor leaves behind."""
+        self._put_back_()
+        before = self.plan.executor
+        try:
+            self.plan.executor = executor()
+            torch.manual_seed(99)
+            loss = self.step(*self.batch)
+        finally:
+            self.plan.executor = before
+        return seen(self.step._model, self.step._optimizers.only, loss, self.step.options.keep_grads)
 
     def _put_back_(self) -> None:
         with torch.no_grad():
@@ -240,19 +341,36 @@ def group_of_one(folder: Path) -> Iterator[Any]:
         flat.BUCKET_BYTES = before
 
 
+def not_compiled(cluster: Cluster, device: torch.device) -> Compiled:
+    raise NotCompiled("clusters run with eager's kernels here")
+
+
 def made(recipe: Recipe, group: Any) -> Subject:
     """Records, plans and rehearses a step, and makes the same step in eager."""
+    with (
+        mock.patch.object(kernels, "compile_cluster", not_compiled),
+        mock.patch.object(plan_maker, "in_one_kernel", return_value=False),
+        mock.patch.object(pipeline, "check_meaning", wraps=pipeline.check_meaning) as checked,
+    ):
+        return _made(recipe, group, checked)
+
+
+def _made(recipe: Recipe, group: Any, checked: mock.Mock) -> Subject:
     settings = {"keep_grads": True, "verify_every": 0, "solve_s": 5.0, **recipe.settings}
     if settings.get("group"):
         settings["group"] = group
+    streamed = settings.pop("streamed", False)
     model, loss_fn, optimizer = recipe.build()
     torch.manual_seed(1)
     batch = recipe.draw()
     step = tb.compile_step(model, loss_fn, optimizer, max_plans=8, **settings)
+    if streamed:
+        step._maker.home, step._maker.native = Home.ALLOCATOR, None
     for _ in range(4):
         step(*batch)
     assert step._last is not None
     plan, sibling = step._last, None
+    meant, kept = _meant(checked, plan.executor.layout)
     if recipe.other is not None:
         for _ in range(3):
             step(*recipe.other())
@@ -266,4 +384,19 @@ def made(recipe: Recipe, group: Any) -> Subject:
     recipe_names = ("accumulate", "clip_norm")
     loss = eager_step(model, loss_fn, optimizer, batch, **{k: v for k, v in settings.items() if k in recipe_names})
     eagers = seen(model, optimizer, loss, bool(settings["keep_grads"]))
-    return Subject(recipe.name, step, plan, batch, plan.executor.layout, sibling, eagers, state)
+    subject = Subject(recipe.name, step, plan, batch, plan.executor.layout, sibling, eagers, state, meant, kept)
+    if settings.get("mode") == "fast":  # what is to be had again is what the valid plan gives, which is near eager's
+        subject.eagers = subject.left_by(lambda: plan.executor)
+        for name, value in eagers.items():
+            torch.testing.assert_close(subject.eagers[name], value, rtol=1e-3, atol=1e-5, msg=f"{recipe.name}: {name}")
+    return subject
+
+
+def _meant(checked: mock.Mock, layout: Layout) -> tuple[Program, frozenset[BufferId]]:
+    """What the plan was last compared with, and what of it was kept."""
+    targets = [str(op.target) for op in layout.program.ops]
+    for call in reversed(checked.call_args_list):
+        recorded, planned, kept = call.args[:3]
+        if [str(op.target) for op in planned.ops] == targets:
+            return recorded, frozenset(kept)
+    raise AssertionError("the plan was compared with nothing")

@@ -82,6 +82,21 @@ def test_every_drop_that_comes_one_op_too_early_is_found(written: tuple[Allocato
             audit(moved, code.meant, layout)
 
 
+def test_bytes_that_are_poisoned_under_another_name_before_they_are_read_are_found(
+    written: tuple[AllocatorCode, Layout],
+) -> None:
+    code = generate_for_allocator(written[1], poison=True)
+    lines = list(code.lines)
+    early = 0
+    for i, (position, text) in enumerate(lines):
+        start = next(k for k, (p, _) in enumerate(lines) if p == position)
+        if text.startswith("poison(") and not any(text[7:-1] in t.partition("=")[0] for _, t in lines[start:i]):
+            early += 1
+            with pytest.raises(BorrowError):
+                audit([*lines[:start], (position - 1, text), *lines[start:i], *lines[i + 1 :]], code.meant, written[1])
+    assert early > 5
+
+
 def test_an_op_that_reads_another_value_of_the_same_size_is_found(written: tuple[AllocatorCode, Layout]) -> None:
     code, layout = written
     lines = list(code.lines)

@@ -155,9 +155,10 @@ def _follow_(
     """What a statement does to the names."""
     [statement] = ast.parse(text).body
     if not isinstance(statement, ast.Assign):
-        for name in _local_names(statement):
-            _bytes_of(name, names, position, text)
-        if not text.startswith("poison("):
+        there = [_bytes_of(name, names, position, text) for name in _local_names(statement)]
+        if text.startswith("poison("):
+            names.value_in.update(dict.fromkeys(there))  # they hold nothing any more
+        else:
             used.update(_local_names(statement))
         return
     value = statement.value
