@@ -24,6 +24,8 @@ from takeback.compiler.program import Cluster, HyperScalar, Number, Op, Program,
 Tags = npt.NDArray[np.uint64]
 
 _WEIGHTS: Tags = np.random.default_rng(7).integers(1, 1 << 63, size=1 << 22, dtype=np.uint64) | np.uint64(1)
+#: Of a convolution's backward: what the gradients of input, weight and bias are made of, by place.
+_READ_FOR = {"convolution_backward": ((0, 2), (0, 1), (0,))}
 _EMPTY = ("empty.", "empty_like.", "empty_strided.", "empty_permuted.", "new_empty.", "new_empty_strided.")
 
 
@@ -179,8 +181,22 @@ class _Machine:
             self.held.append(made)
         written = list(op.outputs)
         written += [r for r in op.inputs if r.buffer in op.mutates and r not in written and self._writes(op, r)]
+        if op.name in _READ_FOR:
+            seeds = {r: self._gradient(op, i) for i, r in enumerate(op.results) if isinstance(r, Region)}
+            for region in written:
+                self._write(region, seeds[region])
+            return
         for number, region in enumerate(written):
             self._write(region, _hash(made, number))
+
+    def _gradient(self, op: Op, number: int) -> int:
+        """A result of a backward, of which each needs some of the operands only, whatever else is asked for."""
+        read = _READ_FOR[op.name][number]
+        operands = [
+            (str(a.dtype), a.shape) if isinstance(a, Region) and i not in read else self._static(a)
+            for i, a in enumerate(op.args[:-1])
+        ]
+        return _hash(str(op.target), operands, number)
 
     def _writes(self, op: Op, region: Region) -> bool:
         """Whether an operand is one that the op writes: its schema says so, or says nothing of that buffer."""

@@ -5,8 +5,10 @@ layout of it for real, in poison mode, beside eager.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +22,8 @@ from harness import eager_step, gradients_of, same, state_of
 from takeback import flat, zoo
 from takeback.compiler.layout import Layout
 from takeback.compiler.passes import Home, pipeline
+from takeback.compiler.passes.draft import Draft
+from takeback.compiler.passes.recompute import recompute
 from takeback.compiler.program import BufferId, Cluster, Program
 from takeback.compiler.run import kernels, plan_maker
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
@@ -97,21 +101,26 @@ class Pooled(nn.Module):
 
 
 class Headed(nn.Module):
-    """Blocks with norms and gates, and a head that is large beside them."""
+    """A block with norms and gates, and a head that is large beside it. Asks something of which the answer is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.gate = nn.Linear(12, 16), nn.Linear(12, 16)
-        self.down, self.norm, self.head = nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 40)
+        self.down, self.norm, self.head = nn.Linear(16, 12), nn.LayerNorm(12), nn.Linear(12, 41)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
+        y = self.norm(x) if bool((torch.arange(3).diff() == 1).all()) else x
         x = x + F.dropout(self.down(F.silu(self.gate(y)) * self.up(y)), 0.1)
         return self.head(self.norm(x).tanh())
 
 
 def entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
+
+
+def half(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return F.cross_entropy(model(x), y)
 
 
 def square(model: nn.Module, x: Tensor, *rest: Tensor) -> Tensor:
@@ -136,6 +145,7 @@ class Recipe:
     other: Callable[[], tuple[Tensor, ...]] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     quick: bool = False
+    near: float = 1e-3  #: to eager, in mode fast
 
 
 def _own(model: Callable[[], nn.Module], loss: Any, optimizer: Any) -> Callable[[], Any]:
@@ -196,6 +206,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("grouped, gpt", _small_gpt, _tokens(2, 8), None, {"group": True}),
     Recipe("gpt, min", _small_gpt, _tokens(2, 8), _tokens(2, 6), {"memory": "min"}),
     Recipe("gpt, early", _small_gpt, _tokens(2, 8), _tokens(3, 8), {"update": "early", "keep_grads": False}),
+    Recipe("headed", _own(Headed, entropy, momentum), _rows(24, 12, 40), None, {"memory": "keep"}),
     Recipe("zoo mlp", *_zoo("mlp", 4), None, {"memory": "keep"}),
     Recipe("zoo gpt", *_zoo("gpt", 1), None, {"memory": "auto"}),
     Recipe("zoo resnet", *_zoo("resnet", 2), None, {"memory": "min"}),
@@ -241,6 +252,14 @@ RECIPES: tuple[Recipe, ...] = (
         {"streamed": True, "mode": "fast"},
     ),
     Recipe(
+        "streamed, headed, fast, half",
+        _own(Headed, half, momentum),
+        _rows(24, 12, 37),
+        None,
+        {"streamed": True, "mode": "fast", "memory": "keep"},
+        near=3e-2,
+    ),
+    Recipe(
         "streamed, gpt, fast",
         _gpt_with_momentum,
         _tokens(2, 8),
@@ -265,6 +284,7 @@ class Subject:
     state: dict[str, Tensor]
     recorded: Program  #: what the plan must mean: in mode fast, after the passes that compute in another way
     kept: frozenset[BufferId]
+    acted: frozenset[str]  #: passes that changed something
 
     @property
     def is_large(self) -> bool:
@@ -351,11 +371,38 @@ def made(recipe: Recipe, group: Any) -> Subject:
         mock.patch.object(kernels, "compile_cluster", not_compiled),
         mock.patch.object(plan_maker, "in_one_kernel", return_value=False),
         mock.patch.object(pipeline, "check_meaning", wraps=pipeline.check_meaning) as checked,
+        # So that they act on what is small.
+        mock.patch.object(sys.modules["takeback.compiler.passes.chunk_loss"], "CHUNK_BYTES", 1 << 10),
+        mock.patch.object(sys.modules["takeback.compiler.passes.align"], "_LEAST_OPERATIONS", 1.0),
+        _acting() as acted,
     ):
-        return _made(recipe, group, checked)
+        return _made(recipe, group, checked, acted)
 
 
-def _made(recipe: Recipe, group: Any, checked: mock.Mock) -> Subject:
+@contextlib.contextmanager
+def _acting() -> Iterator[set[str]]:
+    """Filled with the passes that change something."""
+    acted: set[str] = set()
+
+    def watched(stage: pipeline.Stage) -> pipeline.Stage:
+        run = stage.run
+
+        @functools.wraps(run)
+        def watching(draft: Draft, **told: Any) -> Draft:
+            after = run(draft, **told)
+            if after.program is not draft.program or after.placements != draft.placements:
+                acted.add(run.__name__)
+            return after
+
+        # Some callers ask for what comes before `recompute`, by the function.
+        return stage if run is recompute else replace(stage, run=watching)
+
+    stages = tuple(map(watched, pipeline.PIPELINE))
+    with mock.patch.dict(pipeline.run_passes.__kwdefaults__, {"stages": stages}):
+        yield acted
+
+
+def _made(recipe: Recipe, group: Any, checked: mock.Mock, acted: set[str]) -> Subject:
     settings = {"keep_grads": True, "verify_every": 0, "solve_s": 5.0, **recipe.settings}
     if settings.get("group"):
         settings["group"] = group
@@ -384,12 +431,20 @@ def _made(recipe: Recipe, group: Any, checked: mock.Mock) -> Subject:
     recipe_names = ("accumulate", "clip_norm")
     loss = eager_step(model, loss_fn, optimizer, batch, **{k: v for k, v in settings.items() if k in recipe_names})
     eagers = seen(model, optimizer, loss, bool(settings["keep_grads"]))
-    subject = Subject(recipe.name, step, plan, batch, plan.executor.layout, sibling, eagers, state, meant, kept)
+    layout = plan.executor.layout
+    if layout.draft.rebuilt:
+        acted.add(recompute.__name__)
+    subject = Subject(recipe.name, step, plan, batch, layout, sibling, eagers, state, meant, kept, frozenset(acted))
     if settings.get("mode") == "fast":  # what is to be had again is what the valid plan gives, which is near eager's
         subject.eagers = subject.left_by(lambda: plan.executor)
         for name, value in eagers.items():
-            torch.testing.assert_close(subject.eagers[name], value, rtol=1e-3, atol=1e-5, msg=f"{recipe.name}: {name}")
+            _check_near(subject.eagers[name], value, recipe.near, f"{recipe.name}: {name}")
     return subject
+
+
+def _check_near(ours: Tensor, eagers: Tensor, share: float, what: str) -> None:
+    off = (ours.double() - eagers.double()).norm()
+    assert off <= share * eagers.double().norm() + 1e-6, f"{what} is {off:g} from eager's"
 
 
 def _meant(checked: mock.Mock, layout: Layout) -> tuple[Program, frozenset[BufferId]]:
