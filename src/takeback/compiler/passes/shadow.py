@@ -41,17 +41,9 @@ class _Shadows:
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
-        self._maker = {
-            r.buffer: op
-            for op in self._ops
-            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
-            for r in op.outputs
-            if r.buffer not in op.mutates
-        }
+        self._maker: dict[BufferId, Op] = {}
         self._read_by: dict[BufferId, list[Op]] = {}  # of what the forward reads and makes: who made something of it
-        for op in {id(op): op for op in self._maker.values()}.values():
-            for r in (*op.inputs, *op.outputs):
-                self._read_by.setdefault(r.buffer, []).append(op)
+        self._note_makers_()
         sizes = [b.size_bytes for b in self._buffers.values() if not b.role.borrowed]
         self._least = max(sizes, default=0) * _LEAST_SHARE
         backward = (i for i, op in enumerate(self._ops) if op.phase is not Phase.FORWARD)
@@ -62,8 +54,8 @@ class _Shadows:
         while position < len(self._ops):
             op = self._ops[position]
             if isinstance(op.target, Cluster) and op.phase is Phase.BACKWARD and not op.mutates:
-                for z, maker in self._candidates(op):
-                    again = self._again(op, z, maker) if self._may_wait(position, z) else None
+                for z in self._candidates(op):
+                    again = self._again(op, z) if self._may_wait(position, z) else None
                     moved = self._made_here(position, z, again) if again is not None else None
                     if moved is not None:
                         position, made = moved
@@ -72,20 +64,34 @@ class _Shadows:
         program = replace(self._program, ops=tuple(self._ops), buffers=self._buffers)
         self.draft = replace(draft, program=program, rebuilt=frozenset(rebuilt))
 
-    def _candidates(self, cluster: Op) -> Iterator[tuple[BufferId, Op]]:
-        """Values of the forward, and the clusters that made them beside or of what a cluster reads."""
+    def _note_makers_(self) -> None:
+        """Of the ops as they are now: in a later microbatch, the forward reads what an earlier backward makes."""
+        self._maker = {
+            r.buffer: op
+            for op in self._ops
+            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
+            for r in op.outputs
+            if r.buffer not in op.mutates
+        }
+        self._read_by = {}
+        for op in {id(op): op for op in self._maker.values()}.values():
+            for r in (*op.inputs, *op.outputs):
+                self._read_by.setdefault(r.buffer, []).append(op)
+
+    def _candidates(self, cluster: Op) -> Iterator[BufferId]:
+        """Values of the forward that clusters made beside, or of, what a cluster reads."""
         read = {r.buffer for r in cluster.inputs}
         makers = {id(op): op for b in read for op in self._read_by.get(b, ())}
         for maker in makers.values():
             for z in dict.fromkeys(r.buffer for r in maker.outputs if r.buffer in self._maker):
                 size = self._buffers[z].size_bytes
                 if z not in self._fixed and size > self._least:
-                    yield z, maker
+                    yield z
 
-    def _again(self, cluster: Op, z: BufferId, maker: Op) -> Op | None:
+    def _again(self, cluster: Op, z: BufferId) -> Op | None:
         """The op that makes a value of what the cluster reads; None if there is none."""
         read = {r.buffer for r in cluster.inputs}
-        again = making(maker, z, read)
+        again = making(self._maker[z], z, read)
         if again is None or again.mutates:
             return None
         size = self._buffers[z].size_bytes
@@ -134,6 +140,7 @@ class _Shadows:
         outside = {r.buffer for op in new[at + 1 :] for r in op.inputs if r.buffer in results}
         new[at] = one_of((made, new[at]), self._buffers, outside | self._fixed)
         self._ops, self._read_at = new, None
+        self._note_makers_()
         return at, copy
 
     def _changed(self, again: Op, z: BufferId, before: Sequence[Op]) -> bool:
