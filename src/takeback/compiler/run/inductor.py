@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.site import level_of_user
 from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.inductor_folder import check_folder_
 from takeback.compiler.run.norm_forms import lies_turned
 from takeback.compiler.run.sum_forms import adds_up_columns
 
@@ -47,6 +49,11 @@ class NotCompiled(Exception):
 
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`."""
+    try:
+        check_folder_()
+    except PermissionError as error:
+        warnings.warn(f"takeback: {error}. Eager's kernels run instead.", RuntimeWarning, stacklevel=level_of_user())
+        raise NotCompiled(str(error)) from error
     with _by_itself(device):
         return _compile(cluster, device)
 

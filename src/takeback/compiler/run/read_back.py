@@ -35,7 +35,7 @@ class Meant:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _CallForm:
     """One way to call an op: these functions do the same."""
 
     functions: tuple[object, ...]
@@ -46,12 +46,12 @@ class _Form:
 
 def check_call(statement: ast.stmt, op: Op, kind: Kind, position: int, meant: Meant, layout: Layout) -> None:
     """That the statement is the op, and no other."""
-    wrong = _Call(op, kind, position, meant, layout).wrong(statement)
+    wrong = _ReadBack(op, kind, position, meant, layout).wrong(statement)
     if wrong is not None:
         raise BorrowError(f"op {position}: `{ast.unparse(statement)}` {wrong}. {WHAT_TO_DO}")
 
 
-class _Call:
+class _ReadBack:
     def __init__(self, op: Op, kind: Kind, position: int, meant: Meant, layout: Layout) -> None:
         self.op, self.kind, self.position, self.meant, self.layout = op, kind, position, meant, layout
 
@@ -104,7 +104,7 @@ class _Call:
             return "calls another kernel"
         return None if any(self._fits(form, args, kwargs) for form in forms) else "gives it other operands"
 
-    def _fits(self, form: _Form, args: list[Any], kwargs: dict[str, Any]) -> bool:
+    def _fits(self, form: _CallForm, args: list[Any], kwargs: dict[str, Any]) -> bool:
         if not self._same(args, list(form.args)) or not form.kwargs.keys() <= kwargs.keys():
             return False
         if not all(self._same(kwargs[name], value) for name, value in form.kwargs.items()):
@@ -112,7 +112,7 @@ class _Call:
         more = kwargs.keys() - form.kwargs.keys()
         return all(name in form.defaults and kwargs[name] == form.defaults[name] for name in more)
 
-    def _forms(self) -> list[_Form]:
+    def _forms(self) -> list[_CallForm]:
         op, target = self.op, self.op.target
         assert not isinstance(target, Special | Cluster)
         found = [_form(target, op.args, op.kwargs)]
@@ -187,7 +187,7 @@ class _Call:
         if isinstance(meant, Region):
             return isinstance(given, Region) and given == self._key(meant)
         if isinstance(meant, HyperScalar):
-            return isinstance(given, _Scalar) and given.index == meant.index
+            return isinstance(given, _ReadScalar) and given.index == meant.index
         if isinstance(meant, Number):
             return given is meant
         if isinstance(meant, float):
@@ -196,7 +196,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Scalar:
+class _ReadScalar:
     """S[index]"""
 
     index: int
@@ -221,17 +221,17 @@ def _read(node: ast.expr, meant: Meant) -> Any:
         value: Any = node.operand.value
         return -value
     if isinstance(node, ast.Subscript) and _name(node.value) == "S" and isinstance(node.slice, ast.Constant):
-        return _Scalar(int(str(node.slice.value)))
+        return _ReadScalar(int(str(node.slice.value)))
     if isinstance(node, ast.Attribute) and node.attr == "now":
         return _read(node.value, meant)
     return _UNREAD
 
 
-def _form(target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> _Form:
+def _form(target: Any, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]) -> _CallForm:
     functions: tuple[Callable[..., Any], ...] = (fastest(target), target._op)
     rest = target._schema.arguments[len(args) :]
     defaults = {a.name: a.default_value for a in rest if a.has_default_value()}
-    return _Form(functions, args, kwargs, defaults)
+    return _CallForm(functions, args, kwargs, defaults)
 
 
 def check_look(name: str, call: ast.Call, meant: Meant, layout: Layout) -> None:
