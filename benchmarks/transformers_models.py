@@ -5,8 +5,8 @@
 
 Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
 with dropout as configured. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
-cannot train at this size is skipped. Each model has a process and a minute, or as long as it is given. What is refused is tried once more as
-transformers_advice.py says, where it says something: "as advised".
+cannot train at this size is skipped. Each model has a process and a minute, or as long as it is given. What is refused
+is tried once more as transformers_advice.py says, where it says something: "as advised".
 
 In mode fast, clusters run with eager's kernels unless others are asked for: generating some hundred for each model
 takes hours. Then SGD trains, whose updates are as near to one another as the gradients are (AdamW turns what rounding

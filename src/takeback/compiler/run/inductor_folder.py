@@ -2,8 +2,8 @@
 that nobody else can write.
 
 torch loads what lies there without a digest, and without asking whose it is. So the folder is looked at before anything
-is compiled. One that somebody else has put in the place of the usual one is left alone, and one in the cache of takeback
-is used; one that the user has named is the user's to mend, and until then eager's kernels run.
+is compiled. One that somebody else has put in the place of the usual one is left alone, and one in takeback's cache is
+used; one that the user has named is the user's to mend, and until then eager's kernels run.
 """
 
 from __future__ import annotations
