@@ -31,11 +31,6 @@ ADVICE = (
         "`apply_spec_augment=False, layerdrop=0.0` in the config of speech models",
         config={"apply_spec_augment": False, "layerdrop": 0.0},
     ),
-    Advice(
-        "self.conv1d_state =",
-        "`use_cache=False` in the config: a cache for decoding is no use in training",
-        config={"use_cache": False},
-    ),
 )
 
 
