@@ -13,13 +13,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import takeback as tb
+from takeback import zoo
+from takeback.compiler.explain.half import Autocast
 from takeback.compiler.layout import Layout, lay_out
 from takeback.compiler.passes import Home, PassSettings, run_passes
 from takeback.compiler.passes.draft import Overwrites
 from takeback.compiler.program import Program, Region
 from takeback.compiler.run.allocator_code import AllocatorCode, generate_for_allocator
 from takeback.compiler.run.audit import audit
+from takeback.compiler.run.gpu_table import gpu_named
 from takeback.errors import BorrowError
+from takeback.options import Options
+from takeback.tracing import TracedStep, planned
 
 Lines = list[tuple[int, str]]
 
@@ -226,3 +231,46 @@ def test_product_onto_its_own_operand_is_found_whatever_the_plan_says(written: t
                     generate_for_allocator(lay_out(replace(draft, placements=placements)))
                 found += 1
     assert found
+
+
+class Headed(nn.Module):
+    """Logits that are large enough for a GPU to be cut into parts, with a vocabulary that it likes to have padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 20011)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.gelu(self.body(x)))
+
+
+def on_a_gpu(name: str, mode: str) -> Layout:
+    """A plan for an H200, which need not be there, under autocast."""
+    if name == "headed":
+        model: nn.Module = Headed()
+        case = zoo.Case(
+            name,
+            model,
+            lambda m, x, y: F.cross_entropy(m(x), y),
+            torch.optim.AdamW(model.parameters()),
+            (torch.zeros(6144, 16), torch.zeros(6144, dtype=torch.long)),
+        )
+    else:
+        case = zoo.case(name)
+    options, gpu = Options(mode=mode, memory="auto"), gpu_named("H200")
+    loss_fn = Autocast(case.loss_fn, "cuda")
+    step = TracedStep(case.model, loss_fn, case.optimizer, case.batch, {}, options, gpu)
+    return planned(step.traced().finished, options, gpu=gpu).layout
+
+
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("headed", "fast"), ("gpt", "fast"), pytest.param("resnet", "exact", marks=pytest.mark.slow)],
+)
+def test_honest_code_for_a_gpu_passes(name: str, mode: str) -> None:
+    layout = on_a_gpu(name, mode)
+    called = {str(op.target) for op in layout.program.ops}
+    assert name != "headed" or {"aten.mm.dtype_out", "aten.addmm.dtype_out"} <= called
+    for watched in (False, True):
+        generate_for_allocator(layout, watched=watched, poison=watched)
