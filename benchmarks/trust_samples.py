@@ -49,11 +49,11 @@ The last column adds up "as advised" and "refused".
 _FUZZ = """## Random programs
 
 Programs drawn by hypothesis: up to 14 of {instructions} instructions (modules whose weights are shared, loops, views,
-writes in place, other dtypes on the way, dropout, checkpoints, empty parts, shapes that depend on values, buffers that are
-replaced), batches of six layouts whose row counts change from step to step, zero and one among them, three optimizers or
-two at once, `memory=` "auto", "min" or "keep", with and without poison, early updates, clipping, microbatches,
-`update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is trained beside eager in
-both modes; mode fast with eager's kernels in its clusters. {traced}
+writes in place, other dtypes on the way, dropout, checkpoints, empty parts, shapes that depend on values, buffers
+that are replaced), batches of six layouts whose row counts change from step to step, zero and one among them, three
+optimizers or two at once, `memory=` "auto", "min" or "keep", with and without poison, early updates, clipping,
+microbatches, `update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is
+trained beside eager in both modes; mode fast with eager's kernels in its clusters. {traced}
 
 | mode | programs | equal | near | refused | wrong |
 |---|--:|--:|--:|--:|--:|
