@@ -1,12 +1,12 @@
 """Every architecture of the installed transformers that can be built tiny: trained by takeback beside eager.
 
     python benchmarks/transformers_models.py [--only NAME ...] [--json FILE] [--markdown FILE]
-        [--mode exact|fast] [--memory keep|auto|min] [--kernels eager|generated]
+        [--mode exact|fast] [--memory keep|auto|min] [--kernels eager|generated] [--seconds S]
 
 Four AdamW steps on new batches of the same shapes, `memory="keep"`, from the same state and seeds, in training mode,
 with dropout as configured. "equal": losses and parameters are eager's, bit for bit, from one plan. A model that eager
-cannot train at this size is skipped. Each model has a process and a minute. What is refused is tried once more as
-transformers_advice.py says, where it says something: "as advised".
+cannot train at this size is skipped. Each model has a process and a minute, or as long as it is given. What is refused
+is tried once more as transformers_advice.py says, where it says something: "as advised".
 
 In mode fast, clusters run with eager's kernels unless others are asked for: generating some hundred for each model
 takes hours. Then SGD trains, whose updates are as near to one another as the gradients are (AdamW turns what rounding
@@ -295,28 +295,28 @@ def _child(architecture: Architecture, how: How, advice: Advice, pipe: Connectio
     pipe.send(examine(architecture, how, advice))
 
 
-def tried(architecture: Architecture, how: How) -> Row:
+def tried(architecture: Architecture, how: How, seconds: float = SECONDS) -> Row:
     """As it comes, and if that is refused, as advised."""
-    row = alone(architecture, how)
+    row = alone(architecture, how, seconds=seconds)
     advice = advice_for(row.reason) if row.outcome == "refused" else None
     if advice is None:
         return row
-    again = alone(architecture, how, advice)
+    again = alone(architecture, how, advice, seconds=seconds)
     if again.outcome not in ("equal", "near"):
         return replace(row, reason=f"{row.reason} As advised ({advice.text}): {again.outcome}: {again.reason}")
     return replace(again, outcome="as advised", reason=row.reason, advice=f"{advice.text}: {again.outcome}")
 
 
-def alone(architecture: Architecture, how: How, advice: Advice = NONE) -> Row:
+def alone(architecture: Architecture, how: How, advice: Advice = NONE, *, seconds: float = SECONDS) -> Row:
     """In a process of its own, which is forked so that transformers is imported once."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(architecture, how, advice, theirs))
     process.start()
     theirs.close()
-    row = Row(architecture.name, architecture.task, architecture.model_type, "timeout", f"{SECONDS:.0f} s")
+    row = Row(architecture.name, architecture.task, architecture.model_type, "timeout", f"{seconds:.0f} s")
     try:
-        if ours.poll(SECONDS):
+        if ours.poll(seconds):
             row = ours.recv()
     except EOFError:
         process.join()
@@ -352,7 +352,7 @@ def cause(row: Row) -> str:
     if read := re.search(r"another value is read from a tensor at \S+ in \S+: (.*?)\s*(#.*|; .*)?$", row.reason):
         return f"another value is read from a tensor: `{read[1]}`"
     if row.outcome == "timeout":
-        return "building, eager and takeback did not end within a minute; not looked into"
+        return f"building, eager and takeback did not end within {row.reason}; not looked into"
     text = re.sub(
         r",? (at|before|by) \S+\.py:\d+ in \S+: .*?"
         r"(?=, so no|, and it was|, where|\. [A-Z]|: it | reads | that was| takes|; a |$)",
@@ -463,6 +463,7 @@ def main() -> None:
     parser.add_argument("--here", action="store_true", help="in this process, to debug one model")
     parser.add_argument("--mode", choices=("exact", "fast"), default="exact")
     parser.add_argument("--memory", choices=("keep", "auto", "min"), default="keep")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for each model")
     parser.add_argument("--kernels", choices=("eager", "generated"), default="eager", help="of clusters, in mode fast")
     arguments = parser.parse_args()
     how = How(arguments.mode, arguments.memory, arguments.kernels)
@@ -492,7 +493,8 @@ def main() -> None:
     rows: list[Row] = []
     start = time.perf_counter()
     for i, architecture in enumerate(chosen):
-        row = replace(examine(architecture, how) if arguments.here else tried(architecture, how), memory=how.memory)
+        made = examine(architecture, how) if arguments.here else tried(architecture, how, arguments.seconds)
+        row = replace(made, memory=how.memory)
         rows.append(row)
         known[row.name] = row
         took = time.perf_counter() - start

@@ -35,11 +35,17 @@ A plan runs only after it has passed these checks, also if it was read from the 
 | meaning | the program after the passes gives what was recorded, whatever was moved, chunked, rebuilt or reordered |
 | validator | no two items have the same bytes at the same time; packed slices lie where they belong |
 | borrow check | every byte that is read, by an op or by the caller, was last written by the value that is meant |
+| audit | on a GPU: each line of the generated code calls the op that is meant, on the bytes that are meant |
 
 To see that they catch everything, faults are injected into valid plans of real recorded steps ({plans} plans, of
-{least} to {most} ops). Whether a fault is harmful is found without the checks: an oracle runs the broken plan with a
-tag for every byte, which says how the byte came about, and compares what the step leaves behind; what the checks accept
-is also run for real, in poison mode, and every tensor is compared with eager's, bit by bit.
+{least} to {most} ops, {fast} of them of mode fast, with {clusters} clusters; {streamed} are code for torch's
+allocator). In some plan each of the {passes} passes has changed something. Whether a fault is harmful is found
+without the checks: an oracle runs the broken plan with a tag for every byte, which says how the byte came about, and
+compares what the step leaves behind; what the checks accept is also run for real, in poison mode, and every tensor is
+compared with eager's, bit by bit (in mode fast, where clusters run with eager's kernels here: with the valid plan's).
+Which elements of an operand a cluster reads for which of its results is found by changing them one by one. Broken
+code is run in a process of its own, and the bytes that its names hold are counted after each op. A changed plan file
+is read as a process would find it, half of them with a digest that fits.
 
 | fault | injected | harmful | caught | harmless, accepted | harmless, rejected |
 |---|--:|--:|--:|--:|--:|
@@ -122,6 +128,10 @@ def _mutations(found: dict[str, Any]) -> str:
         plans=len(ops),
         least=min(ops),
         most=max(ops),
+        fast=sum(plan["clusters"] > 0 for plan in found["plans"]),
+        clusters=sum(plan["clusters"] for plan in found["plans"]),
+        streamed=sum(plan["arena_bytes"] is None for plan in found["plans"]),
+        passes=len(found["passes"]),
         rows="\n".join(rows),
         caught=f"{total['caught']:,}",
         harmful=f"{total['harmful']:,}",

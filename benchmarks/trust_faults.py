@@ -181,6 +181,11 @@ TROUBLE = (
         ),
     ),
     PlantedTrouble(
+        "an exception in a collective: at any bucket, in a recording, a first replay, a later one",
+        "it is told; nothing is changed, and later steps are refused",
+        ("parallel/test_collective.py::test_collective_that_fails_changes_nothing_and_is_told",),
+    ),
+    PlantedTrouble(
         "a group of 2 and of 4: a rank that raises, or hangs",
         "the others are told when the group's time is up; nothing is changed",
         ("parallel/test_group.py::test_ranks_that_wait_for_one_in_trouble_are_told",),

@@ -49,10 +49,11 @@ The last column adds up "as advised" and "refused".
 _FUZZ = """## Random programs
 
 Programs drawn by hypothesis: up to 14 of {instructions} instructions (modules whose weights are shared, loops, views,
-writes in place, other dtypes on the way, dropout, empty parts, shapes that depend on values), batches of six layouts
-whose row counts change from step to step, zero and one among them, three optimizers, `memory=` "auto", "min" or "keep",
-with and without poison, early updates and clipping. Each is trained beside eager in both modes; mode fast with eager's
-kernels in its clusters. {traced}
+writes in place, other dtypes on the way, dropout, checkpoints, empty parts, shapes that depend on values, buffers
+that are replaced), batches of six layouts whose row counts change from step to step, zero and one among them, three
+optimizers or two at once, `memory=` "auto", "min" or "keep", with and without poison, early updates, clipping,
+microbatches, `update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is
+trained beside eager in both modes; mode fast with eager's kernels in its clusters. {traced}
 
 | mode | programs | equal | near | refused | wrong |
 |---|--:|--:|--:|--:|--:|
@@ -160,8 +161,8 @@ def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
     note = f"\n{found['note']}" if "note" in found else ""
     also = (
         f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters: of these kernels "
-        f"{len(traced['wrong']) or 'none'} was wrong beside double precision (seeds from {traced['seed']} on, "
-        f"{traced['date']}, {traced['minutes']} minutes)."
+        f"{len(traced['wrong']) or 'none'} was further from double precision than it may be (seeds from "
+        f"{traced['seed']} on, {traced['date']}, {traced['minutes']} minutes){traced.get('note', '.')}"
     )
     return _FUZZ.format(rows="\n".join(rows), note=note, traced=also, **{k: found[k] for k in named})
 

@@ -240,6 +240,25 @@ def check_environment(path: str, source: str) -> list[str]:
     return [f"{path}:{line} {name} outside options.py" for line, name in found]
 
 
+def check_unpickling(path: str, source: str) -> list[str]:
+    """What is unpickled runs as code. Processes of one's own may talk so (hazards/); files and groups may not."""
+    names = [*imports(path, source)]
+    for package in ("torch", "pickle", "numpy", "marshal", "shelve"):
+        names += _attributes(source, package)
+    return [f"{path}:{line} {name} unpickles" for line, name in sorted(set(names)) if _unpickles(name)]
+
+
+def _unpickles(name: str) -> bool:
+    first, *rest = name.split(".")
+    last = rest[-1] if rest else ""
+    if first in ("marshal", "shelve", "dill", "cloudpickle", "joblib"):
+        return True
+    if first == "pickle":
+        return last.startswith("load") or last == "Unpickler"
+    objects = first == "torch" and last.endswith(("_object", "_object_list"))
+    return objects or name in ("torch.load", "torch.jit.load", "numpy.load")
+
+
 def _private_torch(name: str) -> str | None:
     """`torch.a._b` of `torch.a._b.c`. After `torch.ops` come operators, which may start with _."""
     parts = name.split(".")
@@ -284,6 +303,7 @@ RULES = [
     check_private_names,
     check_class_names,
     check_environment,
+    check_unpickling,
 ]
 Rule = Callable[[str, str], list[str]]
 
@@ -374,6 +394,16 @@ def test_file_keeps_every_rule(path: str) -> None:
         (check_environment, "compiler/run/x.py", "import os as o\no.getenv('A')", "os.getenv outside"),
         (check_environment, "cli.py", "from os import environ as e", "cli.py:1 os.environ outside"),
         (check_environment, "cli.py", "from os import getenv", "cli.py:1 os.getenv outside"),
+        (check_unpickling, "cache.py", "import pickle as p\np.loads(b'')", "cache.py:2 pickle.loads unpickles"),
+        (check_unpickling, "cache.py", "from pickle import load", "pickle.load unpickles"),
+        (check_unpickling, "nn/x.py", "import torch\ntorch.load('x')", "torch.load unpickles"),
+        (
+            check_unpickling,
+            "parallel.py",
+            "from torch import distributed as d\nd.all_gather_object([], 1)",
+            "all_gather_object unpickles",
+        ),
+        (check_unpickling, "cli.py", "import shelve", "shelve unpickles"),
     ],
 )
 def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, violation: str) -> None:

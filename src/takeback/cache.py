@@ -63,7 +63,7 @@ class Cache:
             self.warn(f"an entry of {len(whole)} bytes is above the limit of {self.limit_bytes}")
             return False
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(self.folder)
             if not self._is_ours():
                 return False
             _write_whole(self.folder, name, whole)
@@ -133,6 +133,17 @@ class Cache:
             held_bytes += size_bytes
             if count > self.limit_entries or held_bytes > self.limit_bytes:
                 (self.folder / name).unlink(missing_ok=True)
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder for the user alone, if there is none."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def why_not_private(folder: Path) -> str | None:
+    """Why what lies in a folder could be somebody else's; None if it is a folder that the user alone can write."""
+    found = os.lstat(folder)
+    return _fault(found) if stat.S_ISDIR(found.st_mode) else "it is a link, or no folder"
 
 
 def _name(kind: str, key: str) -> str:

@@ -176,6 +176,16 @@ def keeps_plans() -> bool:
     return os.environ.get("TAKEBACK_PLANS") != "0"
 
 
+def inductor_folder() -> str | None:
+    """Where Inductor keeps what it has made: $TORCHINDUCTOR_CACHE_DIR, which torch sets, too; None before that."""
+    return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
+
+def set_inductor_folder_(folder: Path) -> None:
+    """For this process and those that it starts to compile kernels."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+
+
 def allocator_settings() -> str:
     """What the user has asked of torch's caching allocator: $PYTORCH_ALLOC_CONF, or its older name."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""

@@ -9,6 +9,7 @@ models equal at the start and keeps their buffers equal. Nothing here knows the 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -29,6 +30,23 @@ def check_group(group: object) -> None:
             f"group must be a process group of torch.distributed, such as dist.group.WORLD after init_process_group(), "
             f"or None for one process; got {group!r}"
         )
+
+
+def gather_texts(mine: Sequence[str], group: dist.ProcessGroup, device: torch.device) -> list[list[str]]:
+    """The lines of every rank. As JSON: what torch.distributed gathers as objects are pickles, and whoever reaches the
+    group's port could have written them."""
+    world = dist.get_world_size(group)
+    sent = torch.frombuffer(bytearray(json.dumps(list(mine)).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([sent.numel()], device=device), group=group)
+    counts = [int(size) for size in sizes]
+    whole = sent.new_zeros(max(counts))
+    whole[: sent.numel()] = sent
+    received = [torch.empty_like(whole) for _ in range(world)]
+    dist.all_gather(received, whole, group=group)
+    return [
+        [str(line) for line in json.loads(bytes(t[:count].tolist()))] for t, count in zip(received, counts, strict=True)
+    ]
 
 
 # -- reducing ----------------------------------------------------------------------------------------------------------
@@ -135,10 +153,9 @@ class Replicas:
         self._model, self._group = model, group
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         with self._reaching("the models could not be compared"):
-            descriptions: list[list[str] | None] = [None] * self._world
-            dist.all_gather_object(descriptions, _description(model), group=group)
+            descriptions = gather_texts(_description(model), group, _device_of(model))
         for rank, other in enumerate(descriptions):
-            difference = _difference(descriptions[0] or [], other or [])
+            difference = _difference(descriptions[0], other)
             if difference is not None:
                 raise ReduceError(
                     f"rank {rank} has another model than rank 0: {difference}. A group trains one model: build it the "
@@ -186,6 +203,10 @@ class Replicas:
             yield
         except (RuntimeError, ValueError) as error:
             raise _unreached(what, self._rank, self._world, error) from error
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def _size_bytes(tensor: torch.Tensor) -> int:

@@ -350,6 +350,7 @@ class CompiledStep:
         begun: list[bool] = []  #: the update: the step is not to be made a second time
 
         def add_(got: Capture, sibling: Plan | None) -> None:
+            self._derived = got.aside.derived
             anew = reading_anew(got, older, numbers) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)

@@ -239,11 +239,63 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_gan.py::test_gradients_of_another_model_are_neither_computed_nor_touched",),
     ),
     PlantedFault(
-        "executor: the weight that a hook leaves on its module grows stale",
-        "compiler/run/replayed_step.py",
-        "holder.copy_(executor.tensor(value, leaves))",
-        "executor.tensor(value, leaves)",
+        "capture: the weight that a hook leaves on its module grows stale",
+        "compiler/capture/derived.py",
+        "            self._holder.copy_(now.detach())\n            self.put_back_()",
+        "            self.put_back_()",
         ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[old_weight_norm]",),
+    ),
+    PlantedFault(
+        "capture: what eager's run beside leaves of a replaced buffer is lost before it is compared",
+        "compiler/capture/aside.py",
+        "            yield\n            settle_(self.derived)\n",
+        "            yield\n",
+        ("tests/step/test_replaced_buffers.py::test_replaced_buffers_are_near_eagers_in_mode_fast_and_counted_once",),
+    ),
+    PlantedFault(
+        "audit: operands may have changed places",
+        "compiler/run/read_back.py",
+        "return None if any(self._fits(form, args, kwargs) for form in forms) else",
+        "return None if forms else",
+        (
+            "tests/run/test_audit.py::test_operands_that_have_changed_places_are_found",
+            "tests/mutation/test_mutations.py"
+            "::test_no_harmful_fault_is_accepted[code: another operand, result or kernel]",
+        ),
+    ),
+    PlantedFault(
+        "audit: results may have changed places",
+        "compiler/run/read_back.py",
+        'if name != "_" and self.meant.claims.get(name) != self._key(result):',
+        'if name not in self.meant.claims and name != "_":',
+        ("tests/run/test_audit.py::test_results_that_have_changed_places_are_found",),
+    ),
+    PlantedFault(
+        "passes: in shadow, an op that was changed is not known again",
+        "compiler/passes/shadow.py",
+        "        self._ops, self._read_at = new, None\n        self._note_makers_()\n",
+        "        self._ops, self._read_at = new, None\n",
+        ("tests/fuzz/test_fuzz.py::test_value_that_was_written_in_place_since_is_not_copied_again_by_a_later_cluster",),
+    ),
+    PlantedFault(
+        "passes: in chunk_head, targets may be made of the rows that they are compared with",
+        "compiler/passes/row_loop.py",
+        "if Folded.WEIGHT in cut.results and any(r.buffer in loop.inside for r in regions(op.args[_TARGETS])):",
+        "if False:",
+        (
+            "tests/passes/test_chunk_head.py"
+            "::test_targets_that_are_made_in_the_step_are_there_when_they_are_weighed[True]",
+        ),
+    ),
+    PlantedFault(
+        "executor: Inductor loads what others could have written",
+        "compiler/run/inductor_folder.py",
+        "    if fault is not None:\n        raise PermissionError(",
+        "    if False:\n        raise PermissionError(",
+        (
+            "tests/run/test_inductor_folder.py"
+            "::test_folder_of_the_users_that_others_can_write_is_not_used_and_says_so[everybody]",
+        ),
     ),
     PlantedFault(
         "capture: a tensor that no module has is taken for another module's parameter",

@@ -2,8 +2,9 @@
 
 A recipe is a list of instructions, each with the numbers that choose its operands, and how the program is trained. All
 values are [rows, WIDTH] and stay bounded. There are modules whose weights are shared, loops, views, writes in place,
-other dtypes on the way, dropout, empty parts, batches that are no contiguous tensors, and row counts that change from
-step to step, zero and one among them.
+other dtypes on the way, dropout, checkpoints, empty parts, buffers that are replaced, batches that are no contiguous
+tensors, and row counts that change from step to step, zero and one among them. Some end in a head with a cross-entropy,
+are cut into microbatches or called with update=False, run under autocast, with a scaler, or with two optimizers.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 5
+CLASSES = 11
 Instruction = tuple[str, int, int]
 Apply = Callable[["DrawnModel", Tensor, Tensor], Tensor]
 
@@ -35,6 +38,10 @@ class Recipe:
     poison: bool = False
     clip: bool = False
     aux: bool = False
+    loop: str = "plain"  #: or "accumulate": each batch in two parts; or "pending": every other call with update=False
+    scaler: bool = False
+    autocast: bool = False
+    head: str = ""  #: one of HEADS: then the last value goes into a cross-entropy
 
 
 def _assign(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
@@ -102,6 +109,19 @@ def _no_grad(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
     return y * scale.clamp(0, 1)
 
 
+def _replaced(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
+    """A moving average, in a buffer that is replaced and not written."""
+    m.average = m.average * 0.9 + (x.detach().float().mean() * 0.1 if x.numel() else 0.1)
+    return x - m.average
+
+
+def _checkpointed(m: DrawnModel, x: Tensor, y: Tensor) -> Tensor:
+    def part(a: Tensor, b: Tensor) -> Tensor:
+        return F.dropout(m.norm(m.linear(a)).tanh(), 0.1) * b
+
+    return checkpoint(part, x, y, use_reentrant=False)
+
+
 APPLY: dict[str, Apply] = {
     "add": lambda m, x, y: (x + y) * 0.5,
     "mul": lambda m, x, y: x * y.tanh(),
@@ -109,6 +129,9 @@ APPLY: dict[str, Apply] = {
     "linear": lambda m, x, y: m.linear(x) * 0.5,
     "linear-other": lambda m, x, y: m.other(y) * 0.5,
     "tied": lambda m, x, y: F.linear(x, m.linear.weight.t()) * 0.4,
+    "twin": lambda m, x, y: m.twin(x) * 0.5,
+    "replaced": _replaced,
+    "checkpoint": _checkpointed,
     "outer": lambda m, x, y: x @ (y.t() @ x) / (1 + len(x)),
     "bmm": lambda m, x, y: torch.bmm(x.unsqueeze(1), m.linear.weight.expand(len(x), WIDTH, WIDTH)).squeeze(1) * 0.4,
     "layer_norm": lambda m, x, y: m.norm(x),
@@ -178,6 +201,17 @@ APPLY: dict[str, Apply] = {
     "dropout_": lambda m, x, y: F.dropout(x, 0.2, inplace=True),
 }
 IN_PLACE = frozenset(name for name in APPLY if name.endswith("_") and name != "no_grad") | {"mul_-tensor"}
+Head = Callable[["DrawnModel", Tensor, Tensor], Tensor]  #: of the last value, and targets of which some are -100
+HEADS: dict[str, Head] = {
+    "plain": lambda m, x, t: F.cross_entropy(m.head(x), t),
+    "summed": lambda m, x, t: F.cross_entropy(m.head(x), t, reduction="sum") / 8,
+    "smoothed": lambda m, x, t: F.cross_entropy(m.head(x), t, label_smoothing=0.1),
+    "capped": lambda m, x, t: F.cross_entropy(torch.tanh(m.head(x) / 3) * 3, t),
+    "wide": lambda m, x, t: F.cross_entropy(m.head(x).double(), t).float(),
+    "z": lambda m, x, t: F.cross_entropy(z := m.head(x), t) + 1e-2 * z.logsumexp(1).square().mean(),
+    "weighted": lambda m, x, t: (F.cross_entropy(m.head(x), t, reduction="none") * x.detach()[:, 0].sigmoid()).mean(),
+    "tied": lambda m, x, t: F.cross_entropy(F.linear(m.norm(x), m.words.weight), t.clamp(max=6)),
+}
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "plain": lambda t: t,
     "transposed": lambda t: t.t().contiguous().t(),
@@ -197,6 +231,9 @@ class DrawnModel(nn.Module):
         self.norm, self.seen = nn.LayerNorm(WIDTH), nn.BatchNorm1d(WIDTH)
         self.cell, self.words = nn.GRUCell(WIDTH, WIDTH), nn.Embedding(7, WIDTH)
         self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.twin, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.twin.weight = self.linear.weight
+        self.register_buffer("average", torch.zeros(1))
         self.recipe = recipe
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,12 +246,17 @@ class DrawnModel(nn.Module):
             read |= {a, b}
             values.append(APPLY[name](self, values[a], values[b]))
         ends = [v for i, v in enumerate(values) if i not in (1, 2) and i not in read]
-        loss = torch.stack([v.square().sum() / (1 + v.numel()) for v in (*ends, self.other.weight)]).sum()
+        loss = torch.stack([v.float().square().sum() / (1 + v.numel()) for v in (*ends, self.other.weight)]).sum()
+        if self.recipe.head:
+            targets = (y.detach().abs().sum(1) * 9).long() % CLASSES
+            targets = targets.masked_fill(y.detach()[:, 1] > 0.8, -100)
+            loss = loss + HEADS[self.recipe.head](self, values[-1], targets)
         return loss, values[-1]
 
 
 def loss_fn(model: DrawnModel, x: Tensor, y: Tensor) -> Any:
-    loss, last = model(x, y)
+    with torch.autocast("cpu", torch.bfloat16, enabled=model.recipe.autocast):
+        loss, last = model(x, y)
     return (loss, last.detach().abs().sum()) if model.recipe.aux else loss
 
 
@@ -224,10 +266,13 @@ def batch(recipe: Recipe, i: int) -> tuple[Tensor, Tensor]:
     return LAYOUTS[recipe.layout](x), y
 
 
-def optimizer_of(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+def optimizers_of(recipe: Recipe, model: nn.Module) -> list[torch.optim.Optimizer]:
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9 if recipe.optimizer == "momentum" else 0.0)
+        return [torch.optim.AdamW(model.parameters(), lr=1e-3)]
+    if recipe.optimizer == "two":
+        first, *others = model.parameters()
+        return [torch.optim.SGD([first], lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+    return [torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9 if recipe.optimizer == "momentum" else 0.0)]
 
 
 _instruction = st.tuples(st.sampled_from(sorted(APPLY)), st.integers(0, 12), st.integers(0, 12))
@@ -238,16 +283,24 @@ _rows = st.sampled_from((6, 3, 7, 1, 0))
 def recipes(draw: st.DrawFn, most: int = 14) -> Recipe:
     """Steps in one shape or two, of which the first comes back."""
     instructions = tuple(draw(st.lists(_instruction, min_size=1, max_size=most)))
-    first, second = draw(_rows), draw(_rows)
-    early = draw(st.booleans())
+    loop = draw(st.sampled_from(("plain", "plain", "accumulate", "pending")))
+    rows = st.sampled_from((6, 8, 2)) if loop == "accumulate" else _rows
+    first, second = draw(rows), draw(rows)
+    scaler = draw(st.sampled_from((False, False, True)))
+    early = loop == "plain" and not scaler and draw(st.booleans())
+    kinds = ("sgd", "momentum", "adamw") if scaler else ("sgd", "momentum", "adamw", "two")
     return Recipe(
         instructions,
         draw(st.sampled_from(((first,) * 4, (first, first, second, first, second, first)))),
         draw(st.sampled_from(sorted(LAYOUTS))),
-        draw(st.sampled_from(("sgd", "momentum", "adamw"))),
+        draw(st.sampled_from(kinds)),
         draw(st.sampled_from(("auto", "min", "keep"))),
         early,
         draw(st.booleans()),
         not early and draw(st.booleans()),
-        draw(st.booleans()),
+        loop == "plain" and draw(st.booleans()),
+        loop,
+        scaler,
+        draw(st.sampled_from((False, False, False, True))),
+        draw(st.sampled_from(("", *sorted(HEADS)))),
     )

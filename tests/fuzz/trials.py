@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from drawn_steps import DrawnModel, Recipe, batch, loss_fn, optimizer_of
+from drawn_steps import DrawnModel, Recipe, batch, loss_fn, optimizers_of
 from torch import Tensor
 
 import takeback as tb
@@ -37,31 +37,70 @@ class Trained:
 
 def eager(recipe: Recipe) -> Trained | None:
     """None where eager itself refuses, or gives no finite numbers: then the recipe is no program."""
-    model, optimizer = _made(recipe)
+    model, optimizers = _made(recipe)
+    scaler = _scaler(recipe)
     given: list[Tensor] = []
     for i in range(len(recipe.rows)):
         torch.manual_seed(i)
-        optimizer.zero_grad()
         try:
-            out = loss_fn(model, *batch(recipe, i))
-            parts = out if isinstance(out, tuple) else (out,)
-            parts[0].backward()
+            given += _backward(recipe, model, scaler, batch(recipe, i))
         except (RuntimeError, ValueError, IndexError, TypeError):
             return None
-        if recipe.clip:
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
-        optimizer.step()
-        given += [t.detach().clone() for t in parts]
-    found = Trained(given, _left(model, optimizer))
+        if not _waits(recipe, i):
+            _update(recipe, model, optimizers, scaler)
+    found = Trained(given, _left(model, optimizers))
     return found if all(t.isfinite().all() for t in (*found.given, *found.left.values())) else None
 
 
+def _backward(
+    recipe: Recipe, model: DrawnModel, scaler: torch.amp.GradScaler | None, given: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """As everybody writes it: gradients are added up in `.grad`."""
+    count = 2 if recipe.loop == "accumulate" else 1
+    total: list[Tensor] = []
+    for i in range(count):
+        out = loss_fn(model, *(t.chunk(count)[i] if count > 1 else t for t in given))
+        loss, *aux = out if isinstance(out, tuple) else (out,)
+        loss = loss / count if count > 1 else loss
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        total = [loss.detach() if not total else total[0] + loss.detach(), *(t.detach().clone() for t in aux)]
+    return [t.clone() for t in total]
+
+
+def _update(
+    recipe: Recipe,
+    model: DrawnModel,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    if recipe.clip:
+        if scaler is not None:
+            scaler.unscale_(optimizers[0])
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], CLIP)
+    for optimizer in optimizers:
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
+    model.zero_grad()
+
+
+def _waits(recipe: Recipe, i: int) -> bool:
+    """Whether the gradients of a call wait for the next one's."""
+    return recipe.loop == "pending" and i % 2 == 0 and i + 1 < len(recipe.rows)
+
+
+def _scaler(recipe: Recipe) -> torch.amp.GradScaler | None:
+    return torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) if recipe.scaler else None
+
+
 def compiled(recipe: Recipe, mode: str) -> tuple[Trained, tb.CompiledStep]:
-    model, optimizer = _made(recipe)
+    model, optimizers = _made(recipe)
     step = tb.compile_step(
         model,
         loss_fn,
-        optimizer,
+        optimizers if len(optimizers) > 1 else optimizers[0],
+        accumulate=2 if recipe.loop == "accumulate" else 1,
+        scaler=_scaler(recipe),
         mode=mode,
         memory=recipe.memory,
         update="early" if recipe.early else "end",
@@ -72,9 +111,9 @@ def compiled(recipe: Recipe, mode: str) -> tuple[Trained, tb.CompiledStep]:
     given: list[Tensor] = []
     for i in range(len(recipe.rows)):
         torch.manual_seed(i)
-        out = step(*batch(recipe, i))
+        out = step(*batch(recipe, i), update=False) if _waits(recipe, i) else step(*batch(recipe, i))
         given += [t.detach().clone() for t in (out if isinstance(out, tuple) else (out,))]
-    return Trained(given, _left(model, optimizer)), step
+    return Trained(given, _left(model, optimizers)), step
 
 
 def judge(recipe: Recipe, mode: str, *, whole: bool = True) -> str:
@@ -114,20 +153,20 @@ def _notes(step: tb.CompiledStep) -> list[str]:
 
 
 def _tolerance(recipe: Recipe) -> float:
-    in_half = any(name in ("half", "autocast") for name, _, _ in recipe.instructions)
+    in_half = recipe.autocast or any(name in ("half", "autocast") for name, _, _ in recipe.instructions)
     return NEAR_IN_HALF if in_half else NEAR
 
 
-def _made(recipe: Recipe) -> tuple[DrawnModel, torch.optim.Optimizer]:
+def _made(recipe: Recipe) -> tuple[DrawnModel, list[torch.optim.Optimizer]]:
     torch.manual_seed(0)
     model = DrawnModel(recipe)
-    return model, optimizer_of(recipe, model)
+    return model, optimizers_of(recipe, model)
 
 
-def _left(model: DrawnModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _left(model: DrawnModel, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
     names = {p: name for name, p in model.named_parameters()}
     found = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
-    for p, states in optimizer.state.items():
+    for p, states in (item for optimizer in optimizers for item in optimizer.state.items()):
         found |= {f"{names[p]}.{k}": v.detach().clone() for k, v in states.items() if isinstance(v, Tensor)}
     found["random state"] = torch.get_rng_state()
     return found

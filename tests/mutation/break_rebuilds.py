@@ -16,7 +16,7 @@ from takeback.compiler.program import BufferId, Op, Program, Special, renaming
 def rebuild_wrong(subject: Subject, draw: Random) -> Mutant | None:
     draft = subject.layout.draft
     chances = _chances(draft.program)
-    random_ones = [chance for chance in chances if _draws(draft.program.ops[chance[0]])]
+    random_ones = [chance for chance in chances if draws(draft.program.ops[chance[0]])]
     if not chances:
         return None
     position, before = draw.choice(random_ones if random_ones and draw.random() < 0.8 else chances)
@@ -63,7 +63,7 @@ def _chances(program: Program) -> list[tuple[int, int]]:
             continue
         changed = _first_change(ops, position)
         for later in range(position + 1, len(ops)):
-            if mine & {r.buffer for r in ops[later].inputs} and (_draws(op) or op.mutates or changed < later):
+            if mine & {r.buffer for r in ops[later].inputs} and (draws(op) or op.mutates or changed < later):
                 found.append((position, later))
     return found
 
@@ -74,7 +74,7 @@ def _first_change(ops: tuple[Op, ...], position: int) -> int:
     return next((i for i in range(position + 1, len(ops)) if mine & set(ops[i].mutates)), len(ops))
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     if isinstance(op.target, Special):
         return False
     return torch.Tag.nondeterministic_seeded in op.target.tags and "scaled_dot_product" not in op.name

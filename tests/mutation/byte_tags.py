@@ -3,7 +3,8 @@
 In: a layout, whatever is wrong with it. Out: what a step by it leaves behind, as tags. A tag says how its byte came
 about: which op wrote it, from which tags, in which order. So two layouts that leave the same tags compute the same, and
 whoever reads a byte that is not the one that was meant leaves other tags. Nothing is shared with the checks, the passes
-or the generated code: programs are plain data, and are run here as they stand.
+or the generated code: programs are plain data, and are run here as they stand. A cluster is run op by op on bytes of
+its own: it reads its operands when it begins, and gives its results when it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import numpy.typing as npt
 import torch
 
 from takeback.compiler.layout import Layout
-from takeback.compiler.program import HyperScalar, Number, Op, Program, Region, Special
+from takeback.compiler.program import Cluster, HyperScalar, Number, Op, Program, Region, Special
 
 Tags = npt.NDArray[np.uint64]
 
 _WEIGHTS: Tags = np.random.default_rng(7).integers(1, 1 << 63, size=1 << 22, dtype=np.uint64) | np.uint64(1)
+#: Of a convolution's backward: what the gradients of input, weight and bias are made of, by place.
+_READ_FOR = {"convolution_backward": ((0, 2), (0, 1), (0,))}
 _EMPTY = ("empty.", "empty_like.", "empty_strided.", "empty_permuted.", "new_empty.", "new_empty_strided.")
 
 
@@ -61,12 +64,7 @@ class _Machine:
     def run(self) -> dict[str, int]:
         for position, op in enumerate(self.program.ops):
             self._clobber(position)
-            if isinstance(op.target, Special):
-                self._special(op)
-            elif (op.name + ".").startswith(_EMPTY):
-                self.blank.update(r.buffer for r in op.outputs)
-            else:
-                self._kernel(op)
+            self._step(op)
         program = self.program
         found = {f"buffer {b}": _digest(tags) for b, tags in self.own.items()}
         for i, region in enumerate(program.returned):
@@ -127,8 +125,54 @@ class _Machine:
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
+    def _step(self, op: Op) -> None:
+        if isinstance(op.target, Special):
+            self._special(op)
+        elif isinstance(op.target, Cluster):
+            self._cluster(op, op.target)
+        elif (op.name + ".").startswith(_EMPTY):
+            self.blank.update(r.buffer for r in op.outputs)
+        else:
+            self._kernel(op)
+
+    def _cluster(self, op: Op, cluster: Cluster) -> None:
+        sizes = {b: buffer.size_bytes for b, buffer in cluster.buffers.items()}
+        inside = [r for each in cluster.ops for r in (*each.inputs, *each.outputs)]
+        for region in (*cluster.inputs, *cluster.results, *inside):
+            sizes[region.buffer] = max(sizes[region.buffer], region.span_bytes[1])
+        local = {b: _spread(_hash("inside", int(b)), size) for b, size in sizes.items()}
+        if len(op.args) != len(cluster.inputs) or len(op.outputs) != len(cluster.results):
+            raise Broken("a cluster with operands of another")
+        for inner, outer in zip(cluster.inputs, op.args, strict=True):
+            assert isinstance(outer, Region)
+            self._pass_on(outer, inner, local)
+        own, offsets, blank = self.own, self.offsets, self.blank
+        self.own, self.offsets, self.blank = local, {}, set()
+        try:
+            for each in cluster.ops:
+                self._step(each)
+        finally:
+            self.own, self.offsets, self.blank = own, offsets, blank
+        written = [(cluster.inputs[i], op.args[i]) for i in cluster.writes]
+        for inner, outer in (*zip(cluster.results, op.outputs, strict=True), *written):
+            assert isinstance(outer, Region)
+            if outer.numel:
+                self.blank.discard(outer.buffer)
+                where, which = self._look(outer)
+                where[which] = local[inner.buffer][self._bytes(inner, 0)]
+
+    def _pass_on(self, outer: Region, inner: Region, local: dict[int, Tags]) -> None:
+        if (outer.dtype, outer.shape) != (inner.dtype, inner.shape):
+            raise Broken("an operand of another geometry")
+        if outer.numel:
+            where, which = self._look(outer)
+            local[inner.buffer][self._bytes(inner, 0)] = where[which]
+
     def _kernel(self, op: Op) -> None:
-        operands = [self._static(a) for a in op.args] + [(n, self._static(v)) for n, v in sorted(op.kwargs.items())]
+        # What out= names is written, and not read.
+        outs = {a.name for a in op.target._schema.arguments if a.is_out}
+        named = sorted((n, v) for n, v in op.kwargs.items() if n not in outs)
+        operands = [self._static(a) for a in op.args] + [(n, self._static(v)) for n, v in named]
         made = _hash(str(op.target), operands)
         if _is_random(op):
             made = _hash(made, self.random)
@@ -137,8 +181,22 @@ class _Machine:
             self.held.append(made)
         written = list(op.outputs)
         written += [r for r in op.inputs if r.buffer in op.mutates and r not in written and self._writes(op, r)]
+        if op.name in _READ_FOR:
+            seeds = {r: self._gradient(op, i) for i, r in enumerate(op.results) if isinstance(r, Region)}
+            for region in written:
+                self._write(region, seeds[region])
+            return
         for number, region in enumerate(written):
             self._write(region, _hash(made, number))
+
+    def _gradient(self, op: Op, number: int) -> int:
+        """A result of a backward, of which each needs some of the operands only, whatever else is asked for."""
+        read = _READ_FOR[op.name][number]
+        operands = [
+            (str(a.dtype), a.shape) if isinstance(a, Region) and i not in read else self._static(a)
+            for i, a in enumerate(op.args[:-1])
+        ]
+        return _hash(str(op.target), operands, number)
 
     def _writes(self, op: Op, region: Region) -> bool:
         """Whether an operand is one that the op writes: its schema says so, or says nothing of that buffer."""

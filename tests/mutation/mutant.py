@@ -21,10 +21,11 @@ _ANY = 1 << 60  #: an arena of any size will do
 
 @dataclass(frozen=True)
 class Mutant:
-    """`layout` has not been checked."""
+    """`layout` has not been checked. `asks`: says what else is wrong with it in truth, if the oracle cannot know."""
 
     layout: Layout
     what: str
+    asks: Callable[[], str | None] | None = None
 
 
 Mutator = Callable[[Subject, Random], Mutant | None]

@@ -25,17 +25,19 @@ from random import Random
 from typing import Any
 
 import torch
-from judging import KINDS, Verdict, drawn, judged
-from mutant import Mutant
+from judging import KINDS, AnyMutant, Verdict, drawn, judged
 from plans_to_break import RECIPES, Recipe, Subject, group_of_one, made
 from rich.progress import Progress
+
+from takeback.compiler.passes import pipeline
+from takeback.compiler.program import Cluster
 
 WANTED_HARMFUL = 200
 MOST = 6  #: times as many as asked for are injected, for the sake of 200 harmful ones
 FEW = 2  #: of each kind, in a large plan
 
 Counts = collections.Counter[str]
-Watch = Callable[[str, Subject, Mutant, Verdict], None]
+Watch = Callable[[str, Subject, AnyMutant, Verdict], None]
 
 
 def inject(kind: str, subject: Subject, draw: Random, count: int, watch: Watch, tries: int = 8) -> int:
@@ -71,7 +73,7 @@ def run_all(
     table: dict[str, Counts] = {kind: collections.Counter() for kind in kinds}
     missed: list[str] = []
 
-    def watch(kind: str, subject: Subject, mutant: Mutant, verdict: Verdict) -> None:
+    def watch(kind: str, subject: Subject, mutant: AnyMutant, verdict: Verdict) -> None:
         count_(table[kind], verdict)
         if verdict.missed:
             missed.append(f"{kind} in {subject.name!r}: {mutant.what}: {verdict.harm}")
@@ -95,17 +97,25 @@ def run_all(
     return table, missed
 
 
+def acting(subjects: Sequence[Subject]) -> list[str]:
+    """The passes that changed something in some plan, in their order."""
+    acted = {name for s in subjects for name in s.acted}
+    return [stage.name for stage in pipeline.PIPELINE if stage.name in acted]
+
+
 def about(subjects: Sequence[Subject]) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": f"{_cpu()}, {os.cpu_count()} cores",
+        "passes": acting(subjects),
         "plans": [
             {
                 "name": s.name,
                 "ops": len(s.layout.program.ops),
-                "arena_bytes": s.layout.placed.size_bytes,
+                "arena_bytes": s.layout.placed.size_bytes if s.layout.arena is not None else None,
+                "clusters": sum(isinstance(op.target, Cluster) for op in s.layout.program.ops),
                 "rebuilt": len(s.layout.draft.rebuilt),
             }
             for s in subjects
@@ -121,7 +131,7 @@ def _cpu() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--each", type=int, default=900, help="faults of each kind")
+    parser.add_argument("--each", type=int, default=600, help="faults of each kind")
     parser.add_argument("--only", default="", help="kinds whose name has this in it, a regular expression")
     parser.add_argument("--plans", default="", help="plans whose name contains this")
     parser.add_argument("--seed", type=int, default=0)

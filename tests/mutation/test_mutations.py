@@ -1,7 +1,7 @@
 """Every fault that is injected into a valid plan, and that changes what the step gives, is rejected before the plan
 runs; what is accepted is shown harmless by running it in poison mode.
 
-This is a small part, of three plans. `make trust` runs all of it: 12 kinds, 18 plans, more than 12,000 faults.
+This is a small part, of five plans. `make trust` runs all of it: 19 kinds, 31 plans, more than 11,000 faults.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from random import Random
 
 import byte_tags
 import pytest
-from judging import KINDS, rejection
-from mutant import Mutant, moved, owners_of, span_of
+from judging import KINDS, AnyMutant, Verdict, rejection
+from mutant import moved, owners_of, span_of
 from plans_to_break import RECIPES, Subject, group_of_one, made
 from run_mutations import count_, inject
 
@@ -35,7 +35,7 @@ def test_no_harmful_fault_is_accepted(kind: str, subjects: list[Subject]) -> Non
     counts: collections.Counter[str] = collections.Counter()
     missed: list[str] = []
 
-    def watch(kind: str, subject: Subject, mutant: Mutant, verdict: object) -> None:
+    def watch(kind: str, subject: Subject, mutant: AnyMutant, verdict: Verdict) -> None:
         count_(counts, verdict)
         if verdict.missed:
             missed.append(f"{subject.name}: {mutant.what}: {verdict.harm}")
@@ -53,7 +53,7 @@ def test_valid_plans_are_accepted_and_run_with_eagers_bits(subjects: list[Subjec
 
 
 def test_oracle_finds_no_harm_in_the_same_program_at_other_places(subjects: list[Subject]) -> None:
-    for subject in subjects:
+    for subject in [s for s in subjects if not s.is_streamed]:
         layout = subject.layout
         up = {b: layout.placed.offsets[b] + 640 for b in owners_of(layout)}
         higher = moved(layout, up)

@@ -29,6 +29,7 @@ from heads import (
 )
 from torch import Tensor, nn
 
+import takeback as tb
 from takeback.compiler.layout import lay_out
 from takeback.compiler.ownership.meaning import MeaningError
 from takeback.compiler.passes import PIPELINE, Draft, Home, PassSettings, Stage, run_passes
@@ -127,7 +128,7 @@ def test_code_for_the_devices_own_allocator_passes_its_audit() -> None:
     settings = PassSettings(home=Home.ALLOCATOR)
     layout = lay_out(run_passes(plan.original, plan.finished.kept, settings, stages=STAGES))
     code = generate_for_allocator(layout)
-    audit(code.lines, code.claims, layout)
+    audit(code.lines, code.meant, layout)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -235,3 +236,34 @@ def test_number_of_chunks_follows_from_the_rows() -> None:
         size = -(-120 // chunks)
         assert len(products) == -(-120 // size)
         assert sum(op.outputs[0].shape[0] for op in products) == 120
+
+
+class Relabeled(nn.Module):
+    """Makes its targets in the step, of as many bytes as a few classes have logits."""
+
+    def __init__(self, *, of_logits: bool = False) -> None:
+        super().__init__()
+        self.body, self.head, self.of_logits = nn.Linear(6, 6), nn.Linear(6, 11), of_logits
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.head(self.body(x).tanh())
+        targets = logits.detach().argmax(1) if self.of_logits else (y.abs().sum(1) * 9).long() % 11
+        return F.cross_entropy(logits, targets.masked_fill(y[:, 1] > 0.8, -100))
+
+
+@pytest.mark.parametrize("of_logits", [False, True])
+@pytest.mark.usefixtures("eagers_kernels")
+def test_targets_that_are_made_in_the_step_are_there_when_they_are_weighed(of_logits: bool) -> None:
+    """Found by run_fuzz.py: they were made part by part, and counted before the first part."""
+    torch.manual_seed(0)
+    model, batch = Relabeled(of_logits=of_logits), (torch.randn(24, 6), torch.randn(24, 6))
+    step = tb.compile_step(model, lambda m, x, y: m(x, y), torch.optim.SGD(model.parameters(), 0.1), mode="fast")
+    expected = model(*batch).detach()
+    torch.testing.assert_close(step(*batch), expected)
+    expected = model(*batch).detach()
+    torch.testing.assert_close(step(*batch), expected)
+    assert step._last is not None
+    draft = step._last.executor.layout.draft
+    refused = [r.reason for r in draft.refusals if r.decision == "chunk_head"]
+    assert bool(draft.replaced) is not of_logits
+    assert any("targets" in reason for reason in refused) is of_logits, refused

@@ -65,6 +65,35 @@ def test_streamed_step_has_eagers_bits(name: str, poison: bool, which: str) -> N
     assert not executor_of(step)._landed
 
 
+class Scatters(nn.Module):
+    """Ops that look at the storage of what they read, and not at the tensor alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(0, 1, 36).view(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.diagonal_scatter((x * self.w)[:, 1:], x[:5, 0])
+        y = torch.select_scatter(y, x[:, 1], 1, 2)
+        y = torch.slice_scatter(y, self.w[:2, :5], 0, 1, 3)
+        return torch.as_strided_scatter(y.contiguous(), (x[0, :4] * self.w[1, :4]).view(2, 2), (2, 2), (2, 1), 3)
+
+
+def test_ops_that_look_at_storages_have_eagers_bits() -> None:
+    def case() -> zoo.Case:
+        model = Scatters()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return zoo.Case("scatters", model, lambda m, x: m(x).square().mean(), optimizer, (batch,))
+
+    batch = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    ours, eager = case(), case()
+    step = streamed(ours, memory="keep", poison=True)
+    for _ in range(4):
+        loss = step(*ours.batch)
+        assert torch.equal(loss, eager_step(eager.model, eager.loss_fn, eager.optimizer, eager.batch))
+    assert torch.equal(ours.model.w, eager.model.w)
+
+
 class Alive(TorchDispatchMode):
     """Counts the bytes of the storages that were made under it and are still there."""
 

@@ -115,9 +115,9 @@ class Exchange:
 def _compare(slots: Sequence[Slot], group: dist.ProcessGroup) -> None:
     """Raises unless every rank has the same slices: buckets of different sizes would be averaged to nonsense."""
     mine = [f"{slot.name} of shape {tuple(slot.view.shape)}, {slot.view.dtype}" for slot in slots]
-    ranks: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+    device = next((slot.view.device for slot in slots), torch.device("cpu"))
     try:
-        dist.all_gather_object(ranks, mine, group=group)
+        ranks = parallel.gather_texts(mine, group, device)
     except (RuntimeError, ValueError) as error:
         raise ReduceError(f"the ranks' gradients could not be compared: {str(error).strip()}") from error
     for rank, theirs in enumerate(ranks):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from takeback.compiler.capture.derived import Derived, settle_
+from takeback.compiler.capture.derived import Derived, put_holders_back_, settle_
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,15 @@ class Aside:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Afterwards the foreign parameters have the gradients that they had, and each derived attribute its holder."""
+        """Afterwards the foreign parameters have the gradients that they had, and each derived attribute its holder:
+        with the value that the run has left there, if it has not raised."""
         before = [(p, p.grad) for p in self.foreign]
         for p in self.foreign:
             p.grad = None
         try:
             yield
+            settle_(self.derived)
         finally:
             for p, grad in before:
                 p.grad = grad
-            settle_(self.derived)
+            put_holders_back_(self.derived)

@@ -19,7 +19,7 @@ from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
-from takeback.compiler.capture.derived import settle_
+from takeback.compiler.capture.derived import Buffers, Derived, derived_of, put_holders_back_, settle_
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -73,7 +73,6 @@ class Capture:
     rewind_: Callable[[], None]  #: takes back what the step wrote and drew, as often as it is called
     statistics: tuple[torch.Tensor, ...]  #: what the forward and backward wrote of the user's
     aside: Aside = field(default_factory=Aside)
-    held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes; the program's last aux are their values
     notes: tuple[str, ...] = ()
     random_ends: Mapping[torch.Generator, torch.Tensor] = field(default_factory=dict)  #: where the step left them
     kin: Kin | None = None  #: for a recording of the same step with other shapes
@@ -116,6 +115,7 @@ def capture(
     before = {
         t.untyped_storage()._cdata for t in _strided(*subject.known(), *first.tensors, *tensors_of((args, kwargs)))
     }
+    buffers = Buffers(subject.modules)
     device = next((p.device for p in subject.parameters), torch.device("cpu"))
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
     try:
@@ -134,16 +134,45 @@ def capture(
             for generator, state in states:
                 generator.set_state(state)
             again = _look(subject, args, kwargs)
-            with unscripted() if kept.unseen else contextlib.nullcontext(()) as as_written:
-                got = _attempt(subject, args, kwargs, again, how)
+            try:
+                with unscripted() if kept.unseen else contextlib.nullcontext(()) as as_written:
+                    got = _attempt(subject, args, kwargs, again, how)
+            except CaptureError as error:
+                _leave_nothing_(first, buffers, kept)
+                raise CaptureError(f"{kept} When the step ran once more: {error}") from error
+            except Exception as error:
+                if not isinstance(error, _KeptState):
+                    _leave_nothing_(first, buffers, kept)
+                raise
             if as_written:
                 got = replace(got, notes=(*got.notes, SCRIPTED))
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
             return _with_generators_left(got, subject, kept)
     except _KeptState as kept:
-        first.restore_(kept.within)
+        _leave_nothing_(first, buffers, kept)
+        if kept.replaced:
+            for generator, state in states:
+                generator.set_state(state)
+            settle_(kept.replaced)
+            holding = replace(subject, derived=derived_of(subject.modules))
+            return capture(
+                *(holding, args, kwargs),
+                recording=recording,
+                real=real,
+                on_abort=on_abort,
+                numbers=numbers,
+                answers=answers,
+                took_=took_,
+                once=once,
+            )
         raise (DrawsOtherwiseFirst if kept.in_draws else CaptureError)(str(kept)) from None
+
+
+def _leave_nothing_(before: Assumptions, buffers: Buffers, kept: _KeptState) -> None:
+    """Takes out again what a recording has kept that is refused."""
+    before.restore_(kept.within)
+    buffers.put_back_()
 
 
 def _strided(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -215,8 +244,10 @@ class _KeptState(Exception):
         random_ends: Mapping[torch.Generator, torch.Tensor] | None = None,
         in_draws: bool = False,
         unseen: bool = False,
+        replaced: Sequence[Derived] = (),
     ) -> None:
         super().__init__(reason)
+        self.replaced = replaced  #: buffers in whose place the step has left other tensors
         self.unseen = unseen  #: a tensor was made where the dispatcher does not see it
         self.in_draws = in_draws  #: the first run draws other numbers than later ones
         self.random_ends = random_ends or {}
@@ -235,7 +266,9 @@ def _attempt(
 ) -> Capture:
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
+    buffers = Buffers(subject.modules)
     on_abort(onlooker.stop_)
+    on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
         p.grad = None
     torch.clear_autocast_cache()  # casts of the weights made before belong to the step, and must be in the program
@@ -267,7 +300,7 @@ def _attempt(
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
             recorder.rewind_()
-            settle_(subject.derived)
+            put_holders_back_(subject.derived)
             for p in subject.parameters:
                 p.grad = None
             raise
@@ -279,7 +312,7 @@ def _attempt(
         assumptions = _look(subject, args, kwargs, seen)
         return Kin(before, assumptions, assumptions.places(), seen)
 
-    got = _finish(subject, recorder, look, ran, log.events if log is not None else ())
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen)))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
@@ -353,6 +386,9 @@ def _run(
         for p in subject.parameters:
             if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
                 p.grad = p.grad.resolve_conj().resolve_neg()
+        with torch.no_grad():
+            for attribute in subject.derived:
+                attribute.write_()
     recorder.mark_end_of_backward()
     assert total is not None
     aux = open_objects(parts[0] if subject.accumulate == 1 else tuple(parts))
@@ -402,16 +438,14 @@ def _finish(
     look: Callable[[], Kin],
     ran: _Ran,
     events: Sequence[AllocatorEvent],
+    buffers: Buffers,
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = results_of(ran.aux)
     grads = {i: p.grad for i, p in enumerate(subject.parameters) if p.grad is not None}
     found_inf = subject.scaling.found_inf if subject.scaling is not None and subject.updates else None
-    made = [(d.holder, d.detached()) for d in subject.derived if d.is_new]
-    held = [new for _, new in made]
-    given = [ran.loss, *held, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
+    given = [ran.loss, *aux_tensors, *grads.values(), *(t for t in (ran.grad_norm, found_inf) if t is not None)]
     torch.clear_autocast_cache()
-    settle_(subject.derived)
     kin = look()
     before, assumptions, within = kin.before, kin.assumptions, kin.within
     reason = _kept(recorder, before, assumptions, within, given)
@@ -420,10 +454,11 @@ def _finish(
         for p in subject.parameters:
             p.grad = None
         unseen = recorder.orphan() is not None
-        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends, unseen=unseen)
+        replaced = buffers.replaced()
+        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends, unseen=unseen, replaced=replaced)
     program = recorder.program(
         recorder.region(ran.loss),
-        tuple(recorder.region(t) for t in (*aux_tensors, *held)),
+        tuple(recorder.region(t) for t in aux_tensors),
         {i: recorder.region(g) for i, g in grads.items()},
         recorder.region(ran.grad_norm) if ran.grad_norm is not None else None,
         events,
@@ -447,7 +482,6 @@ def _finish(
         recorder.rewind_,
         recorder.statistics,
         Aside(tuple(ran.foreign), subject.derived),
-        tuple(holder for holder, _ in made),
         (*_notes(ran.foreign), *_frozen_notes(subject, grads), *_shape_notes(program)),
         recorder.random_ends,
         kin,

@@ -38,6 +38,11 @@ class Subject:
     derived: tuple[Derived, ...] = ()
     updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
 
+    @property
+    def modules(self) -> tuple[torch.nn.Module, ...]:
+        """All that the step may use."""
+        return _modules_of(self.model, self.beside)
+
     def known(self) -> dict[torch.Tensor, tuple[Role, str]]:
         found: dict[torch.Tensor, tuple[Role, str]] = {}
         for p in self.parameters:
@@ -116,6 +121,10 @@ def _placed(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def _modules_of(model: torch.nn.Module, beside: Mapping[str, torch.nn.Module]) -> tuple[torch.nn.Module, ...]:
+    return tuple({id(m): m for outer in (model, *beside.values()) for m in outer.modules()}.values())
+
+
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model is; the CPU if it has no tensor."""
     return next((t.device for t in _placed(model)), torch.device("cpu"))
@@ -155,7 +164,7 @@ def build(
             f"loss_fn (values to look at can be returned as aux)."
         )
     _check_initialized({"": model, **beside})
-    derived = derived_of({id(m): m for outer in (model, *beside.values()) for m in outer.modules()}.values())
+    derived = derived_of(_modules_of(model, beside))
     settle_(derived)
     names = {id(p): name for name, p in model.named_parameters()}
     storages = {p.untyped_storage()._cdata: names[id(p)] for p in model.parameters()}

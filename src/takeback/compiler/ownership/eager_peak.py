@@ -47,7 +47,7 @@ def forward_peak_bytes(program: Program) -> int:
     """The most that eager's forward holds where nothing is kept for a backward: of the recorded program."""
     last = {r.buffer: i for i, op in enumerate(program.ops) if op.phase is Phase.FORWARD for r in op.inputs}
     alive: dict[BufferId, int] = {}
-    most = 0
+    held = most = 0
     for position, op in enumerate(program.ops):
         if op.phase is not Phase.FORWARD:
             continue
@@ -56,10 +56,14 @@ def forward_peak_bytes(program: Program) -> int:
             for b in dict.fromkeys(r.buffer for r in op.outputs)
             if b not in alive and not program.buffers[b].role.borrowed and b not in op.mutates
         ]
-        held = sum(alive.values())
-        alive |= {b: program.buffers[b].size_bytes for b in new}
-        most = max(most, held + _inside(op, program, new), sum(alive.values()))
-        alive = {b: size for b, size in alive.items() if last.get(b, -1) > position}
+        inside = held + _inside(op, program, new)
+        for b in new:
+            alive[b] = program.buffers[b].size_bytes
+            held += alive[b]
+        most = max(most, inside, held)
+        for b in {*new, *(r.buffer for r in op.inputs)}:
+            if last.get(b, -1) <= position:
+                held -= alive.pop(b, 0)
     return most
 
 

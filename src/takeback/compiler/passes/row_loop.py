@@ -20,6 +20,7 @@ from takeback.compiler.program import BufferId, Op, Phase, Program, Region, Spec
 
 #: A value of at most this share of the product's result may exist as a whole beside the loop.
 SMALL = 1 / 8
+_TARGETS = 1  #: their place among the operands of a loss that weighs them
 
 
 @dataclass
@@ -168,6 +169,8 @@ class _Finder:
         product = name_of(op) in PRODUCTS
         if product and position != loop.seed and op.phase is Phase.FORWARD:
             raise NoLoopError("another product follows", op)
+        if Folded.WEIGHT in cut.results and any(r.buffer in loop.inside for r in regions(op.args[_TARGETS])):
+            raise NoLoopError("its targets are made row by row, and what they weigh is needed before the first row", op)
         self._check_extents(op, cut)
         changes: list[tuple[set[BufferId], BufferId]] = []
         for region, where in zip(op.results, cut.results, strict=True):
@@ -292,7 +295,11 @@ class _Finder:
                         continue
                     if not self.program.buffers[region.buffer].role.borrowed:
                         found.add(region.buffer)
-        return self.sunk | (found - {r.buffer for i in loop.cuts for r in self._factors(i)})
+        return self.sunk | (found - {r.buffer for i in loop.cuts for r in self._whole(i)})
 
-    def _factors(self, position: int) -> tuple[Region, ...]:
-        return self.ops[position].inputs if name_of(self.ops[position]) in PRODUCTS else ()
+    def _whole(self, position: int) -> tuple[Region, ...]:
+        """What an op of the loop needs all of before it: the factors of a product, the targets of a loss."""
+        op = self.ops[position]
+        if Folded.WEIGHT in self.loop.cuts[position].results:
+            return tuple(regions(op.args[_TARGETS]))
+        return op.inputs if name_of(op) in PRODUCTS else ()

@@ -41,28 +41,22 @@ class _Shadows:
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
-        self._maker = {
-            r.buffer: op
-            for op in self._ops
-            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
-            for r in op.outputs
-            if r.buffer not in op.mutates
-        }
+        self._maker: dict[BufferId, Op] = {}
         self._read_by: dict[BufferId, list[Op]] = {}  # of what the forward reads and makes: who made something of it
-        for op in {id(op): op for op in self._maker.values()}.values():
-            for r in (*op.inputs, *op.outputs):
-                self._read_by.setdefault(r.buffer, []).append(op)
+        self._note_makers_()
         sizes = [b.size_bytes for b in self._buffers.values() if not b.role.borrowed]
         self._least = max(sizes, default=0) * _LEAST_SHARE
         backward = (i for i, op in enumerate(self._ops) if op.phase is not Phase.FORWARD)
         self._turn = next(backward, len(self._ops))
+        self._read_at: dict[BufferId, list[int]] | None = None
         rebuilt: set[BufferId] = set(draft.rebuilt)
         position = 0
         while position < len(self._ops):
             op = self._ops[position]
             if isinstance(op.target, Cluster) and op.phase is Phase.BACKWARD and not op.mutates:
-                for z, again in self._offers(op):
-                    moved = self._made_here(position, z, again)
+                for z in self._candidates(op):
+                    again = self._again(op, z) if self._may_wait(position, z) else None
+                    moved = self._made_here(position, z, again) if again is not None else None
                     if moved is not None:
                         position, made = moved
                         rebuilt.add(made)
@@ -70,30 +64,60 @@ class _Shadows:
         program = replace(self._program, ops=tuple(self._ops), buffers=self._buffers)
         self.draft = replace(draft, program=program, rebuilt=frozenset(rebuilt))
 
-    def _offers(self, cluster: Op) -> Iterator[tuple[BufferId, Op]]:
-        """Values of the forward, and the ops that make them of what a cluster reads."""
+    def _note_makers_(self) -> None:
+        """Of the ops as they are now: in a later microbatch, the forward reads what an earlier backward makes."""
+        self._maker = {
+            r.buffer: op
+            for op in self._ops
+            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
+            for r in op.outputs
+            if r.buffer not in op.mutates
+        }
+        self._read_by = {}
+        for op in {id(op): op for op in self._maker.values()}.values():
+            for r in (*op.inputs, *op.outputs):
+                self._read_by.setdefault(r.buffer, []).append(op)
+
+    def _candidates(self, cluster: Op) -> Iterator[BufferId]:
+        """Values of the forward that clusters made beside, or of, what a cluster reads."""
         read = {r.buffer for r in cluster.inputs}
         makers = {id(op): op for b in read for op in self._read_by.get(b, ())}
         for maker in makers.values():
             for z in dict.fromkeys(r.buffer for r in maker.outputs if r.buffer in self._maker):
                 size = self._buffers[z].size_bytes
-                if z in self._fixed or size <= self._least:
-                    continue
-                again = making(maker, z, read)
-                if again is None or again.mutates:
-                    continue
-                large = [r.buffer for r in again.inputs if self._buffers[r.buffer].size_bytes * SMALL > size]
-                if all(b in read and b != z for b in large):
-                    yield z, again
+                if z not in self._fixed and size > self._least:
+                    yield z
+
+    def _again(self, cluster: Op, z: BufferId) -> Op | None:
+        """The op that makes a value of what the cluster reads; None if there is none."""
+        read = {r.buffer for r in cluster.inputs}
+        again = making(self._maker[z], z, read)
+        if again is None or again.mutates:
+            return None
+        size = self._buffers[z].size_bytes
+        large = [r.buffer for r in again.inputs if self._buffers[r.buffer].size_bytes * SMALL > size]
+        return again if all(b in read and b != z for b in large) else None
+
+    def _may_wait(self, position: int, z: BufferId) -> bool:
+        """Whether z is read in the backward, and by nobody long before this. Asked first: to find out how it could be
+        made again takes a thousand times as long."""
+        readers = self._readers().get(z)
+        return readers is not None and readers[0] >= position - NEAR
+
+    def _readers(self) -> dict[BufferId, list[int]]:
+        """Who reads what in the backward, in order."""
+        if self._read_at is None:
+            self._read_at = {}
+            for i in range(self._turn, len(self._ops)):
+                for b in {r.buffer for r in self._ops[i].inputs}:
+                    self._read_at.setdefault(b, []).append(i)
+        return self._read_at
 
     def _made_here(self, position: int, z: BufferId, again: Op) -> tuple[int, BufferId] | None:
         """Where the cluster then is, and the copy of z that it makes; None if readers of z cannot wait for it."""
         ops, cluster = self._ops, self._ops[position]
         assert isinstance(cluster.target, Cluster)
-        readers = [i for i in range(self._turn, len(ops)) if _reads(ops[i], z)]
-        early = [i for i in readers if i < position]
-        if not readers or any(i < position - NEAR for i in early):
-            return None
+        early = [i for i in self._readers().get(z, ()) if i < position]
         if len(cluster.target.ops) + length_of(again) > MOST_OPS or not seen_whole(again, ops[position:]):
             return None
         new, at = list(ops), position
@@ -114,7 +138,8 @@ class _Shadows:
         results = {copy, *(r.buffer for r in cluster.outputs)}
         outside = {r.buffer for op in new[at + 1 :] for r in op.inputs if r.buffer in results}
         new[at] = one_of((made, new[at]), self._buffers, outside | self._fixed)
-        self._ops = new
+        self._ops, self._read_at = new, None
+        self._note_makers_()
         return at, copy
 
     def _changed(self, again: Op, z: BufferId, before: Sequence[Op]) -> bool:

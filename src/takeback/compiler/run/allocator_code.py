@@ -20,6 +20,7 @@ from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.program import Argument, BufferId, Kernel, Op, Phase, Region, Special
 from takeback.compiler.run.audit import audit
 from takeback.compiler.run.codegen import Emitter, gives_one, over
+from takeback.compiler.run.read_back import Meant
 
 Compute = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 UpdateCode = Callable[[list[torch.Tensor], Sequence[float], list[torch.Tensor]], list[torch.Tensor]]
@@ -40,7 +41,7 @@ class AllocatorCode:
     crossing: tuple[BufferId, ...]  #: alive between compute and update
     surviving: tuple[BufferId, ...]  #: alive after the step: what it returns or keeps
     lines: tuple[tuple[int, str], ...]  #: every line of the two bodies, with the op it belongs to
-    claims: Mapping[str, Region]  #: what each local name is said to stand for, over the buffer whose bytes they are
+    meant: Meant  #: what its names are said to stand for
 
     def bind(
         self, externals: Mapping[BufferId, torch.Tensor], extra: Mapping[str, object]
@@ -166,6 +167,10 @@ class _AllocatorEmitter(Emitter):
             return known[key] if key in known else self._view_(arg, known)
         return super().argument(arg)
 
+    def _storage(self, region: Region) -> str:
+        """A value has a storage of its own here, as in eager."""
+        return self.argument(region)
+
     def _view_(self, region: Region, known: Mapping[Region, str]) -> str:
         geometry = f"{tuple(region.shape)!r}, {tuple(region.stride)!r}, {region.offset}"
         same = next((name for other, name in known.items() if other.dtype is region.dtype), None)
@@ -261,15 +266,21 @@ def generate_for_allocator(
     lines.append("    return compute, update")
     source = "\n".join(lines) + "\n"
     assert emitter.crossing is not None
-    audit(emitter.lines, emitter.claims, layout)
+    regions = {name: region for region, name in names.regions.items()}
+    lists = {name: members for members, name in names.lists.items()}
+    constants = {**names.constants, **names.numbers}
+    looks = {name: region for (_, region), name in emitter.batch.items()}
+    prologue = (*emitter.prologues[False], *emitter.prologues[True])
+    meant = Meant(emitter.claims, {**regions, **looks}, lists, constants, prologue)
+    audit(emitter.lines, meant, layout)
     return AllocatorCode(
         source,
         compile(source, "<takeback step>", "exec"),
-        {name: region for region, name in names.regions.items()},
-        {name: members for members, name in names.lists.items()},
-        {**names.constants, **names.numbers},
+        regions,
+        lists,
+        constants,
         emitter.crossing,
         emitter.surviving,
         tuple(emitter.lines),
-        emitter.claims,
+        meant,
     )

@@ -1,8 +1,9 @@
 """Reads the code that was generated for a device whose own allocator places, and proves what it does with bytes.
 
-In: the lines, each with the op it belongs to, and what each local name is said to stand for. A line that reads a name
-whose bytes are gone, or hold another value than the program means, raises `BorrowError`; so does a result on bytes that
-it was not allowed to take, and a name that keeps bytes which the plan has let go of. Shares nothing with the writer of
+In: the lines, each with the op it belongs to, and what each name is said to stand for. A line that reads a name
+whose bytes are gone, or hold another value than the program means, raises `BorrowError`; so does a call that is not the
+op's, or has its operands in other places (read_back.py), a result on bytes that it was not allowed to take, and a name
+that keeps bytes which the plan has let go of. Shares nothing with the writer of
 the code: Python's own parser reads it, and names are followed as Python would follow them.
 
     v7 = f3(v5, t2)      v7 gets new bytes, which hold the op's result
@@ -22,14 +23,15 @@ from takeback.compiler.ownership.facts import may_write_onto
 from takeback.compiler.ownership.kinds import Kind
 from takeback.compiler.passes.draft import Overwrites
 from takeback.compiler.program import BufferId, Op, Region, show_op
+from takeback.compiler.run.read_back import WHAT_TO_DO, Meant, check_batch, check_call, check_look
 from takeback.errors import BorrowError
-
-WHAT_TO_DO = "The code must not be run; this is a bug in whatever wrote it."
 
 #: Calls that give the first argument's bytes under another name, or (fit) a copy that takes their place.
 _SAME_BYTES = frozenset(("as_strided", "over", "fit"))
 #: Calls that prepare names for an op, and are not the op.
 _HELPERS = _SAME_BYTES | {"empty_strided", "raw", "poison"}
+#: Statements around an op that are none: what it is watched by, and what decides about the plan.
+_AROUND = frozenset(("begin", "seen", "poison", "grad_mode", "commits", "raise"))
 #: Ops that no line is written for, or none that touches bytes of the step's own.
 _NO_BYTES = frozenset((Kind.NOTHING, Kind.WAIT, Kind.RANDOM))
 
@@ -51,9 +53,10 @@ class _Holdings:
         self.value_in[storage] = None
 
 
-def audit(lines: Iterable[tuple[int, str]], claims: Mapping[str, Region], layout: Layout) -> None:
+def audit(lines: Iterable[tuple[int, str]], meant: Meant, layout: Layout) -> None:
     """Raises `BorrowError` at the first line that does not do what the plan says."""
-    program = layout.program
+    program, claims = layout.program, meant.claims
+    check_batch(meant, layout)
     last = len(program.ops)
     ends: dict[BufferId, int] = {}  # of each owner's bytes: the position after the last op that needs them
     for b, life in layout.alive.items():
@@ -61,6 +64,8 @@ def audit(lines: Iterable[tuple[int, str]], claims: Mapping[str, Region], layout
     names = _Holdings()
     written: dict[BufferId, int] = {}
     returned: list[Storage] = []
+    lines = list(lines)
+    _check_order([position for position, _ in lines], layout)
     for position, group in itertools.groupby(lines, key=lambda line: line[0]):
         used: set[str] = set()
         effects, drops = _split([text for _, text in group])
@@ -70,13 +75,14 @@ def audit(lines: Iterable[tuple[int, str]], claims: Mapping[str, Region], layout
                 returned = [_bytes_of(name, names, position, text) for name in given]
                 names.storage_of = {}
             else:
-                _follow_(text, names, used, returned, position)
+                _follow_(text, names, used, returned, position, meant, layout)
         if position == last:
             continue
+        _check_calls(effects, position, meant, layout)
         if layout.kinds[position] not in _NO_BYTES:
             _check_op_(program.ops[position], position, used, names, claims, layout, written)
         for text in drops:
-            _follow_(text, names, set(), returned, position)
+            _follow_(text, names, set(), returned, position, meant, layout)
         dead = [name for name in names.storage_of if ends[claims[name].buffer] <= position + 1 < last]
         if dead:
             gone = claims[dead[0]].buffer
@@ -102,13 +108,57 @@ def _local_names(tree: ast.AST) -> list[str]:
     return [n.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
 
 
-def _follow_(text: str, names: _Holdings, used: set[str], returned: list[Storage], position: int) -> None:
+def _check_order(positions: list[int], layout: Layout) -> None:
+    """Ops run in the order of the program, and none is left out."""
+    idle = (Kind.NOTHING, Kind.WAIT)
+    missing = {i for i, kind in enumerate(layout.kinds) if kind not in idle} - set(positions)
+    if missing or positions != sorted(positions):
+        which = f"op {min(missing)} is left out" if missing else "ops are not in the program's order"
+        raise BorrowError(f"{which}. {WHAT_TO_DO}")
+
+
+def _check_calls(lines: list[str], position: int, meant: Meant, layout: Layout) -> None:
+    """Of what is written for an op, one statement is the op."""
+    kind = layout.kinds[position]
+    calls = [s for text in lines for s in ast.parse(text).body if not _is_around(s, kind)]
+    wanted = 0 if kind in (Kind.NOTHING, Kind.WAIT) else 1
+    if len(calls) != wanted:
+        raise BorrowError(f"op {position} is written in {len(calls)} calls, and not in {wanted}. {WHAT_TO_DO}")
+    for statement in calls:
+        check_call(statement, layout.program.ops[position], kind, position, meant, layout)
+
+
+def _is_around(statement: ast.stmt, kind: Kind) -> bool:
+    if isinstance(statement, ast.If):
+        return kind is not Kind.HOLD or not isinstance(statement.test, ast.UnaryOp)
+    if isinstance(statement, ast.Return):
+        return True
+    value = statement.value if isinstance(statement, ast.Assign | ast.Expr) else None
+    if isinstance(statement, ast.Assign) and (isinstance(value, ast.Name) or _is_none(statement.value)):
+        return True  # H, and what is dropped at once
+    if not isinstance(value, ast.Call):
+        return False
+    if isinstance(value.func, ast.Attribute):
+        return ast.unparse(value.func) == "H.clear"
+    return isinstance(value.func, ast.Name) and value.func.id in _AROUND | _HELPERS
+
+
+def _follow_(
+    text: str,
+    names: _Holdings,
+    used: set[str],
+    returned: list[Storage],
+    position: int,
+    meant: Meant,
+    layout: Layout,
+) -> None:
     """What a statement does to the names."""
     [statement] = ast.parse(text).body
     if not isinstance(statement, ast.Assign):
-        for name in _local_names(statement):
-            _bytes_of(name, names, position, text)
-        if not text.startswith("poison("):
+        there = [_bytes_of(name, names, position, text) for name in _local_names(statement)]
+        if text.startswith("poison("):
+            names.value_in.update(dict.fromkeys(there))  # they hold nothing any more
+        else:
             used.update(_local_names(statement))
         return
     value = statement.value
@@ -126,6 +176,8 @@ def _follow_(text: str, names: _Holdings, used: set[str], returned: list[Storage
         if called not in _HELPERS:
             used.update(read, targets)
         for name in targets:
+            if called in _HELPERS and isinstance(value, ast.Call):
+                check_look(name, value, meant, layout)
             if called in _SAME_BYTES:
                 names.storage_of[name] = names.storage_of[read[0]]
             else:
@@ -203,16 +255,6 @@ def _find(region: Region, standing: Mapping[Region, Storage], layout: Layout, la
     if len(found) != 1:
         raise BorrowError(f"{label} has {len(found)} places for the bytes of %{region.buffer}. {WHAT_TO_DO}")
     return found.pop()
-
-
-def _check_kept(position: int, names: _Holdings, claims: Mapping[str, Region], layout: Layout) -> None:
-    """After an op nothing has a name but what the plan has alive."""
-    ends: dict[BufferId, int] = {}
-    for b, life in layout.alive.items():
-        ends[layout.owners[b]] = max(ends.get(layout.owners[b], 0), life.end)
-    for name in names.storage_of:
-        if ends[claims[name].buffer] <= position + 1:
-            raise BorrowError(f"after op {position} {name} keeps %{claims[name].buffer}, which is dead. {WHAT_TO_DO}")
 
 
 def _check_survivors(

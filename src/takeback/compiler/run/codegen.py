@@ -166,7 +166,7 @@ class Emitter:
         self.names = _Names()
         self.prologues: dict[bool, list[str]] = {False: [], True: []}
         self.bodies: dict[bool, list[str]] = {False: [], True: []}
-        self._batch: dict[tuple[bool, Region], str] = {}
+        self.batch: dict[tuple[bool, Region], str] = {}
         self._updating = False  # once it has begun, what is left of the backward belongs to it
         self._grad: dict[bool, bool | None] = {False: None, True: None}
         self._holds: dict[bool, bool] = {False: False, True: False}  # whether `r` still is an op's result
@@ -299,15 +299,15 @@ class Emitter:
 
     def _batch_region(self, region: Region) -> str:
         key = (self._updating, region)
-        if key not in self._batch:
-            name = f"x{len(self._batch)}"
+        if key not in self.batch:
+            name = f"x{len(self.batch)}"
             leaf = self.program.leaves[region.buffer]
             dtype = self.names.constant(region.dtype)
             geometry = (tuple(region.shape), tuple(region.stride), region.offset)
             numbers = ", ".join(self.names.number(part) for part in geometry)
             self.prologues[self._updating].append(f"{name} = look(B[{leaf}], {dtype}, {numbers})")
-            self._batch[key] = name
-        return self._batch[key]
+            self.batch[key] = name
+        return self.batch[key]
 
 
 def gives_one(target: Any) -> bool:

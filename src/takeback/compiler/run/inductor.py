@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 
+from takeback.compiler.capture.site import level_of_user
 from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run import kernel_file
 from takeback.compiler.run.cluster_forms import INLINED, traced
 from takeback.compiler.run.cluster_ops import restrided
+from takeback.compiler.run.inductor_folder import check_folder_
 from takeback.compiler.run.kernel_file import Generated
 from takeback.compiler.run.kernel_workers import at_once, compilers_go_on, put_off
 from takeback.compiler.run.norm_forms import lies_turned
@@ -56,9 +58,19 @@ class NotCompiled(Exception):
 def compile_cluster(cluster: Cluster, device: torch.device) -> Compiled:
     """A function of a list of operands, which it empties, to the results. Raises `NotCompiled`. Inside of `at_once` it
     may be called when it has been waited for."""
+    look_at_folder_()
     with by_itself(device):
         key = kernel_file.key_of(cluster.key, device, settings_of(cluster))
         return found_or_compiled(key, lambda: _compile(cluster, device)).call
+
+
+def look_at_folder_() -> None:
+    """Raises `NotCompiled`, and warns, where Inductor would load what others could have written."""
+    try:
+        check_folder_()
+    except PermissionError as error:
+        warnings.warn(f"takeback: {error}. Eager's kernels run instead.", RuntimeWarning, stacklevel=level_of_user())
+        raise NotCompiled(str(error)) from error
 
 
 def found_or_compiled(key: str | None, compile_: Callable[[], Generated], base: int | None = None) -> Generated:

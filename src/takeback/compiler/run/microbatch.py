@@ -93,7 +93,7 @@ def replay_microbatch(
     plan.executor.run(given, (), inspect=begin_, log=log)
     # A replay calls kernels below the level that counts writes.
     torch.autograd.graph.increment_version(list(homes.values()))
-    results = given_results(plan.executor, given, plan.aux_form, has_aux=plan.has_aux, held=plan.held)
+    results = given_results(plan.executor, given, plan.aux_form, has_aux=plan.has_aux)
     plan.executor.release_()
     micro.leave_(homes)
     return results

@@ -214,7 +214,6 @@ class PlanMaker:
             planned=planned,
             numbers=numbers,
             aside=got.aside,
-            held=got.held,
             notes=(
                 *got.notes,
                 *((_ADDS,) if micro is not None else ()),

@@ -76,7 +76,6 @@ class Plan:
     family: Family = field(default_factory=Family)
     is_sibling: bool = False  #: its choices are those of another plan
     aside: Aside = field(default_factory=Aside)
-    held: tuple[torch.Tensor, ...] = ()  #: holders of derived attributes: the program's last aux go there
     notes: tuple[str, ...] = ()  #: of the recording
     proved: bool = False  #: compared with its reference
     skipped: Skipped | None = None  #: why it was not, where that was due

@@ -38,12 +38,9 @@ class Results:
         return (self.loss, self.aux) if self.has_aux else self.loss
 
 
-def given_results(
-    executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool, held: Sequence[torch.Tensor]
-) -> Results:
+def given_results(executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool) -> Results:
     """Loss and aux of a replay, before the executor lets go of them: copies of what is the plan's, the very bytes of
-    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew;
-    `held` take the values of the last."""
+    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew."""
     program = executor.program
 
     def returned(region: Region) -> torch.Tensor:
@@ -51,9 +48,7 @@ def given_results(
         return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
 
     loss = executor.give(program.loss, leaves)
-    aux = [returned(r) for r in program.aux[: len(program.aux) - len(held)]]
-    for holder, value in zip(held, program.aux[len(aux) :], strict=True):
-        holder.copy_(executor.tensor(value, leaves))
+    aux = [returned(r) for r in program.aux]
     form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: slot.value(aux)))
     return Results(loss, form, has_aux, None)
 
@@ -98,10 +93,10 @@ class ReplayedStep:
             self.update.note_()
         return updated
 
-    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool, held: Sequence[torch.Tensor] = ()) -> Results:
+    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool) -> Results:
         """Tensors for the caller, who owns them. `.grad` is set, to a copy of the plan's or to None."""
         executor, norm = self.executor, self._grad_norm
-        results = given_results(executor, self.leaves, aux_form, has_aux=has_aux, held=held)
+        results = given_results(executor, self.leaves, aux_form, has_aux=has_aux)
         if not self._replaced and executor.program.grad_norm is not None:
             norm = executor.give(executor.program.grad_norm, self.leaves)
         for i, p in enumerate(self.parameters):

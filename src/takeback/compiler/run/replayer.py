@@ -168,9 +168,7 @@ class Replayer:
                 clip_norm=maker.options.clip_norm,
             )
             updated = replayed.run(inspect=inspect, log=rehearse)
-            results = replayed.take(
-                plan.aux_form, has_aux=plan.has_aux, keep_grads=maker.options.keep_grads, held=plan.held
-            )
+            results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=maker.options.keep_grads)
         else:
             results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
         if rehearse and updated:

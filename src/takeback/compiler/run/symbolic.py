@@ -26,6 +26,7 @@ from takeback.compiler.run.inductor import (
     by_itself,
     compile_graph,
     found_or_compiled,
+    look_at_folder_,
     settings_of,
     trace_cluster,
 )
@@ -69,6 +70,7 @@ def compile_family(
 ) -> SymbolicKernel:
     """One that holds for this base. `members`: three clusters of the family, by their bases. Raises `NotCompiled`;
     inside of `at_once` its compilers are to be waited for."""
+    look_at_folder_()
     with by_itself(device):
         key = _key(family, members, device)
         return SymbolicKernel(found_or_compiled(key, lambda: _compile(family, members, base, device), base))

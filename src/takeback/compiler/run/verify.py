@@ -162,7 +162,7 @@ class BesideEager:
             aside.at_end(saved(self.written(), program))
             aside.compute()
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.aside.around():
                     end = self.executor.count_aside()
                     expected = keep(self.proof.measure, {"loss": self.recipe.forward(self.batch)})
                     if seen is not None:
