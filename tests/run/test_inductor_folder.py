@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import types
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_folder_of_the_users_that_others_can_write_is_not_used_and_says_so(
     named = usual.parent / "named"
     spoil(named, how, monkeypatch)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(named))
-    monkeypatch.setattr(inductor, "_compile", pytest.fail)
+    monkeypatch.setattr(inductor, "found_or_compiled", pytest.fail)
     with (
         pytest.warns(RuntimeWarning, match="only you can write"),
         pytest.raises(NotCompiled, match=r"Inductor would keep and load code in .*named"),
@@ -92,6 +93,6 @@ def test_private_folder_of_the_users_is_used(usual: Path, monkeypatch: pytest.Mo
     named = usual.parent / "named"
     named.mkdir(mode=0o700)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(named))
-    monkeypatch.setattr(inductor, "_compile", lambda cluster, device: "compiled")
+    monkeypatch.setattr(inductor, "found_or_compiled", lambda key, compile_: types.SimpleNamespace(call="compiled"))
     assert compile_cluster(NOTHING, torch.device("cpu")) == "compiled"
     assert inductor_folder() == str(named)

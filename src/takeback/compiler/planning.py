@@ -33,7 +33,7 @@ from takeback.options import Options, memory_target
 #: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
 AUTO_SHARE = {"cpu": 0.055, "cuda": 0.02}
 #: The same of a step on generated kernels, which takes 0.4 to 0.8 of eager's time on a GPU.
-AUTO_SHARE_FAST = {"cpu": 0.055, "cuda": 0.07}
+AUTO_SHARE_FAST = {"cpu": 0.055, "cuda": 0.04}
 
 
 @dataclass(frozen=True)
