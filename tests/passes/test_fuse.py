@@ -20,6 +20,7 @@ from takeback.compiler.ownership.meaning import MeaningError, check_meaning
 from takeback.compiler.passes import PIPELINE, Draft, PassSettings, run_passes
 from takeback.compiler.passes.fuse import MOST_OPS, fuse
 from takeback.compiler.passes.fusible import why_not
+from takeback.compiler.passes.recompute import Chooser, Within
 from takeback.compiler.program import Cluster, Op, Program, Region
 
 aten = torch.ops.aten
@@ -174,6 +175,31 @@ def test_small_sum_joins_the_cluster_that_made_its_operand() -> None:
     draft = fused(step_of(lambda m, x: m(x).square().mean(), model, torch.randn(256, 8)))
     [group] = [names(op) for op in clusters(draft) if "gelu_backward" in names(op)]
     assert "sum.dim_IntList" in group
+
+
+def test_activation_that_stands_alone_comes_out_of_its_backward() -> None:
+    """Between two products; a lone op of eager's would be kept, or run a second time."""
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        return m(x).square().mean()
+
+    layers = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.GELU())]
+    program = step_of(loss_fn, nn.Sequential(*layers, nn.Linear(8, 8)), torch.randn(64, 8))
+    draft = run_passes(
+        program, settings=PassSettings(fast=True, goal=Within(0.5), chooser=Chooser(lambda op: 1e-6, 60.0))
+    )
+    both = [names(op) for op in draft.program.ops if "gelu_backward" in names(op)]
+    assert len(both) == 3
+    assert any("gelu" in inner for inner in both)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["without weights", "with frozen ones"])
+def test_backward_of_a_norm_that_gives_no_gradient_for_weights_is_in_a_cluster(frozen: bool) -> None:
+    norm = nn.LayerNorm(8, elementwise_affine=frozen).requires_grad_(False)
+    model = nn.Sequential(nn.Linear(8, 8), norm, nn.Linear(8, 8))
+    draft = fused(step_of(lambda m, x: m[2](m[1](m[0](x)) * 3).square().mean(), model, torch.randn(64, 8)))
+    [backward] = [op for op in draft.program.ops if "native_layer_norm_backward" in names(op)]
+    assert isinstance(backward.target, Cluster)
 
 
 def test_unclustered_is_the_program_again() -> None:

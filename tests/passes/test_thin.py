@@ -87,6 +87,27 @@ def test_long_sum_is_read_and_not_its_terms() -> None:
         assert len({r.buffer for r in op.inputs if r.shape == (64, 8)}) <= 5
 
 
+def test_long_sum_is_read_also_where_its_terms_are_kept_anyway() -> None:
+    """A gate's gradient reads its branch, so that all terms of the residual stream are there for the backward."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(8))
+            self.gates = nn.ParameterList(nn.Parameter(torch.randn(8)) for _ in range(8))
+
+    def loss_fn(m: Any, x: Tensor) -> Tensor:
+        for branch, gate in zip(m.branches, m.gates, strict=True):
+            x = x + gate * branch(F.layer_norm(x, (8,)))
+        return x.square().mean()
+
+    program = step_of(loss_fn, Gated(), torch.randn(64, 8))
+    norms = [op for op in of_backward(fused(program)) if "native_layer_norm_backward" in names(op)]
+    assert norms
+    for op in norms:
+        assert len({r.buffer for r in op.inputs if r.shape == (64, 8)}) <= 5
+
+
 @pytest.mark.parametrize("written", [False, True])
 def test_operand_that_is_overwritten_in_between_is_not_read_again(written: bool) -> None:
     class Scaled(nn.Module):
