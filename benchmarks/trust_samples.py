@@ -161,7 +161,7 @@ def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
     note = f"\n{found['note']}" if "note" in found else ""
     also = (
         f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters: of these kernels "
-        f"{len(traced['wrong']) or 'none'} was further from double precision than it may be (seeds from "
+        f"{len(traced['given up']) or 'none'} was further from double precision than it may be (seeds from "
         f"{traced['seed']} on, {traced['date']}, {traced['minutes']} minutes){traced.get('note', '.')}"
     )
     return _FUZZ.format(rows="\n".join(rows), note=note, traced=also, **{k: found[k] for k in named})
