@@ -165,9 +165,8 @@ def main() -> None:
     sizes = {"BERT-base, 64 rows": BASE} if args.base else dict(list(SIZES.items())[: args.sizes])
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.cache or Path(temporary)
-        os.environ["TAKEBACK_CACHE"] = str(folder)
-        if args.mode == "fast":
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}-inductor"
+        os.environ["TAKEBACK_CACHE"] = str(folder / "takeback")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         train(16, 2, None, 4, 1, args.device, args.mode)  # native code and the machine's rates are there from now on
         for name, size in sizes.items():
             for most, plans in WAYS:

@@ -20,7 +20,7 @@ from harness import eager_step
 from takeback import zoo
 from takeback.compiler.program import Cluster
 from takeback.compiler.run import inductor, kernels
-from takeback.compiler.run.inductor import Compiled, NotCompiled, compile_cluster
+from takeback.compiler.run.inductor import Compiled, NotCompiled, compile_cluster, in_a_line
 from takeback.compiler.run.kernels import ClusterKernel
 from takeback.options import cache_dir
 
@@ -100,6 +100,12 @@ def test_failure_of_the_compiler_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(inductor, "_compile", fails)
     with pytest.raises(NotCompiled, match=r"^RuntimeError: C\+\+ compile error$"):
         compile_cluster(Cluster((), {}, (), ()), torch.device("cpu"))
+
+
+def test_failure_of_a_worker_is_said_with_what_it_failed_of() -> None:
+    error = RuntimeError("An exception occurred in a subprocess:\n\nTraceback ...\nOSError: no ptxas\n")
+    assert in_a_line(error) == "RuntimeError: An exception occurred in a subprocess: OSError: no ptxas"
+    assert in_a_line(RuntimeError()) == "RuntimeError: no message"
 
 
 @pytest.mark.slow

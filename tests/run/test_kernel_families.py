@@ -49,6 +49,7 @@ def test_family_is_found_in_three_texts_and_knows_a_fourth() -> None:
 @pytest.mark.parametrize(
     "other",
     [text(92, rows=4), text(92, factor="0x1.9p+3"), text(92).replace("1472", "1473"), text(92).replace("mul", "add")],
+    ids=["rows", "a fraction", "a stride", "an op"],
 )
 def test_text_that_differs_by_anything_else_is_not_of_the_family(other: str) -> None:
     found = family_of([text(n) for n in (24, 32, 20)])

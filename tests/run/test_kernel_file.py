@@ -142,3 +142,14 @@ def test_graph_is_kept_when_its_compilers_are_done_with_what_they_made(monkeypat
     wait_for(afterwards.taken_(), CPU)
     assert happened == ["compilers are done, noted: True", "kept with its bundle"]
     assert TritonBundler._entries is None
+
+
+def test_kernel_that_cannot_be_kept_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    graph = mock.Mock(spec=CompiledFxGraph, source_code="import math\n")
+    monkeypatch.setattr(codecache.FxGraphCache, "_save_graph", mock.Mock(side_effect=OSError("the disk is full")))
+    kernel_file.keep_("key", Generated(graph), lambda: waited.append("compilers"))
+    monkeypatch.setattr(TritonBundler, "_entries", [])  # torch.compile notes what it makes, on another thread
+    kernel_file.keep_("key", Generated(graph), lambda: waited.append("compilers"))
+    assert TritonBundler._entries == []
+    assert waited == ["compilers"] * 2

@@ -373,6 +373,17 @@ class Program:
         """What the caller receives, and so must outlive the arena."""
         return (self.loss, *self.aux) + ((self.grad_norm,) if self.grad_norm else ())
 
+    @functools.cached_property  # asked in every plain step of a shape that has no plan
+    def mutated(self) -> tuple[BufferId, ...]:
+        """What the forward and backward mutate, in order."""
+        return tuple(dict.fromkeys(b for op in self.ops if op.phase is not Phase.UPDATE for b in op.mutates))
+
+    @functools.cached_property
+    def drawing(self) -> tuple[Op, ...]:
+        """The ops that draw random numbers."""
+        seeded = torch.Tag.nondeterministic_seeded
+        return tuple(op for op in self.ops if not isinstance(op.target, Special) and seeded in op.target.tags)
+
     def named_regions(self) -> Iterator[tuple[str, Region]]:
         """Every region that a field names (not those of the ops), with the field's name: what must be there at the
         end of the step. A new field is found by what it holds."""

@@ -8,15 +8,14 @@ from __future__ import annotations
 import torch
 
 from takeback.compiler.capture.randomness import default_generators, generator_key
-from takeback.compiler.program import BufferId, Phase, Program, Role, Special
+from takeback.compiler.program import BufferId, Program, Role
 
 
 def written_before_update(program: Program) -> list[BufferId]:
     """What the forward and backward write of the user's, in order: running statistics, counters. Gradients that have
     waited for this update are dropped with it, whether it succeeds or not."""
-    written = dict.fromkeys(b for op in program.ops if op.phase is not Phase.UPDATE for b in op.mutates)
     others = (Role.CONSTANT, Role.GRADIENT)
-    return [b for b in written if program.buffers[b].role.borrowed and program.buffers[b].role not in others]
+    return [b for b in program.mutated if program.buffers[b].role.borrowed and program.buffers[b].role not in others]
 
 
 def undo_bytes(program: Program) -> int:
@@ -27,10 +26,9 @@ def undo_bytes(program: Program) -> int:
 def generators_of(program: Program) -> tuple[torch.Generator, ...]:
     """The generators that the step draws from."""
     found: dict[int, torch.Generator] = {}
-    for op in program.ops:
-        if not isinstance(op.target, Special) and torch.Tag.nondeterministic_seeded in op.target.tags:
-            own = op.kwargs.get("generator")
-            drawn = (own,) if isinstance(own, torch.Generator) else default_generators(program.device)
-            for each in drawn:
-                found.setdefault(generator_key(each), each)
+    for op in program.drawing:
+        own = op.kwargs.get("generator")
+        drawn = (own,) if isinstance(own, torch.Generator) else default_generators(program.device)
+        for each in drawn:
+            found.setdefault(generator_key(each), each)
     return tuple(found.values())

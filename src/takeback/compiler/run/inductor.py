@@ -121,8 +121,9 @@ def by_itself(device: torch.device) -> Iterator[None]:
 
 
 def in_a_line(error: Exception) -> str:
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0] if said else 'no message'}"
+    said = str(error).strip().splitlines() or ["no message"]
+    last = f" {said[-1].strip()}" if said[0].endswith(":") and len(said) > 1 else ""  # of a worker: a traceback follows
+    return f"{type(error).__name__}: {said[0]}{last}"
 
 
 def settings_of(cluster: Cluster) -> dict[str, Any]:

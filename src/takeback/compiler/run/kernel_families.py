@@ -48,6 +48,7 @@ class KernelFamilies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._relatives: dict[str, _Relatives] = {}
+        self._kept: dict[tuple[str, int], bool] = {}  #: by an earlier process, of families and bases
 
     def add_(self, cluster: Cluster) -> None:
         known = self._relatives.setdefault(outline_of(cluster.key), _Relatives()).clusters
@@ -86,8 +87,11 @@ class KernelFamilies:
 
     def seconds(self, families: Sequence[Uncompiled]) -> float:
         """What it takes to compile them, about."""
-        kept = sum(is_kept(each.family, each.members, each.base, self._device) for each in families)
-        return kept * KEPT_S + (len(families) - kept) * COMPILING_S
+        for each in families:
+            if (each.family.text, each.base) not in self._kept:  # it takes a while to look
+                kept = is_kept(each.family, each.members, each.base, self._device)
+                self._kept[each.family.text, each.base] = kept
+        return sum(KEPT_S if self._kept[each.family.text, each.base] else COMPILING_S for each in families)
 
     def compile_(self, families: Sequence[Uncompiled], tell: Callable[[str], None]) -> None:
         """All of them at once."""

@@ -10,6 +10,7 @@ Private torch throughout: checked on 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -113,8 +114,8 @@ def keep_(key: str, made: Generated, wait: Callable[[], None]) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if not isinstance(made.call, CompiledFxGraph):  # there is nothing in it
-        wait()
+    if not isinstance(made.call, CompiledFxGraph) or TritonBundler._entries is not None:
+        wait()  # there is nothing in it, or torch.compile is at work on another thread, and notes its own
         return
     TritonBundler.begin_compile()  # it notes what is made from here on
     try:
@@ -122,13 +123,13 @@ def keep_(key: str, made: Generated, wait: Callable[[], None]) -> None:
         bundle, _ = TritonBundler.collect()
     finally:
         TritonBundler.end_compile()
-    kept = copy.copy(made.call)
-    kept.set_triton_bundle(bundle)
-    kept.source_code = less_imports(kept.source_code)
-    kept.cache_key = code_hash(kept.source_code)
-    kept.prepare_for_serialization()
     mode = made.mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # guards are asked of its symbols
-    with tracing(TracingContext(mode)):
+    with contextlib.suppress(Exception), tracing(TracingContext(mode)):  # to keep nothing is no error
+        kept = copy.copy(made.call)
+        kept.set_triton_bundle(bundle)
+        kept.source_code = less_imports(kept.source_code)
+        kept.cache_key = code_hash(kept.source_code)
+        kept.prepare_for_serialization()
         FxGraphCache._save_graph(key, kept, list(made.symbols), True, None)
 
 

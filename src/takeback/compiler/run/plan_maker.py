@@ -42,6 +42,7 @@ from takeback.compiler.run.cuda_graph import GraphSettings
 from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.kernel_families import KEPT_S
 from takeback.compiler.run.kernel_workers import warm_up_
 from takeback.compiler.run.kernels import Kernels
 from takeback.compiler.run.pending import Microbatch
@@ -272,11 +273,14 @@ class PlanMaker:
         """Of a plan for further shapes, which runs on eager's so far, where that is worth its time: kernels for all
         lengths as soon as steps have earned them, and after many uses all that there can be. What they ask for inside
         is found out anew."""
+        began = time.perf_counter()
         program, often = plan.executor.program, plan.replays > USES_BEFORE_KERNELS
-        families = self.kernels.families.uncompiled([kernel.cluster for kernel in self.kernels.waiting(program)])
+        clusters = [kernel.cluster for kernel in self.kernels.waiting(program)]
+        families = []
+        if often or self.affords_kernels(len(clusters) * KEPT_S):  # the least that it may take
+            families = self.kernels.families.uncompiled(clusters)
         if not (often or self.affords_kernels(self.kernels.families.seconds(families))):
             families = []
-        began = time.perf_counter()
         if families or often:
             work = self.start(f"kernels for {plan.made_for}")
             with work.inside, work:
