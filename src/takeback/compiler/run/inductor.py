@@ -27,8 +27,8 @@ from takeback.compiler.run.inductor_folder import check_folder_
 from takeback.compiler.run.kernel_file import Generated
 from takeback.compiler.run.kernel_workers import at_once, compilers_go_on, put_off
 from takeback.compiler.run.norm_forms import lies_turned
-from takeback.compiler.run.sum_forms import adds_up_columns
-from takeback.compiler.run.tile_forms import IN_TWO_DIMENSIONS, choices
+from takeback.compiler.run.sum_forms import adds_up_columns, columns_of
+from takeback.compiler.run.tile_forms import BESIDE_TWO_DIMENSIONS, choices, two_dimensions
 
 Compiled = Callable[[list[torch.Tensor]], Any]
 
@@ -131,8 +131,8 @@ def settings_of(cluster: Cluster) -> dict[str, Any]:
     from torch._inductor import config
 
     wanted = {**_SETTINGS, **INLINED, **(_AS_NAMED if lies_turned(cluster) else {})}
-    if adds_up_columns(cluster):
-        wanted |= IN_TWO_DIMENSIONS
+    if columns_of(cluster) is not None:
+        wanted |= BESIDE_TWO_DIMENSIONS
     return {name: value for name, value in wanted.items() if _has(config, name)}
 
 
@@ -157,9 +157,12 @@ def compile_graph(
     output.meta["original_output_strides"] = [list(stride) for stride in strides]
     told = tracing(TracingContext(mode))
     sums = _by_columns() if adds_up_columns(cluster) else contextlib.nullcontext()
-    tiles = V.set_choices_handler(choices(by_channels=adds_up_columns(cluster)))
-    settings = settings_of(cluster)
-    with V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, tiles, compilers_go_on():
+    columns, settings = columns_of(cluster), settings_of(cluster)
+    tiles = V.set_choices_handler(choices(by_channels=columns is not None))
+    asked = (V.set_fake_mode(mode), told, config.patch(settings), torch.no_grad(), sums, tiles, two_dimensions(columns))
+    with contextlib.ExitStack() as stack:
+        for each in (*asked, compilers_go_on()):
+            stack.enter_context(each)
         return compile_fx_inner(graph, operands, is_inference=True)  # type: ignore[no-any-return]
 
 

@@ -45,6 +45,15 @@ def adds_up_columns(cluster: Cluster) -> bool:
     return bool(found) and not adds_up_rows(cluster) and all(_keeps_fastest(*reduced) for reduced in found)
 
 
+def columns_of(cluster: Cluster) -> int | None:
+    """How many numbers lie together for which something is added up, where all are so many and nothing else is."""
+    if not adds_up_columns(cluster):
+        return None
+    regions = [reduced[0] for op in cluster.ops if (reduced := _reduced(op)) is not None]
+    [count, *others] = dict.fromkeys(region.shape[d] for region in regions for d in _fastest(region))
+    return None if others else count
+
+
 def _adds_up_rows(op: Op) -> bool:
     if _name(op) in _ALONG_ROWS:
         return True
@@ -70,8 +79,12 @@ def _reduced(op: Op) -> tuple[Region, tuple[int, ...]] | None:
 
 
 def _keeps_fastest(region: Region, dims: Sequence[int]) -> bool:
-    fastest = [d for d, (n, step) in enumerate(zip(region.shape, region.stride, strict=True)) if n > 1 and step == 1]
+    fastest = _fastest(region)
     return bool(fastest) and not set(fastest) & set(dims)
+
+
+def _fastest(region: Region) -> list[int]:
+    return [d for d, (n, step) in enumerate(zip(region.shape, region.stride, strict=True)) if n > 1 and step == 1]
 
 
 def _name(op: Op) -> str:

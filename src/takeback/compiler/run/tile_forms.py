@@ -10,11 +10,13 @@ Private torch: checked on 2.11 and 2.13. What it brings is in benchmarks/results
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
-#: Rows and channels are two dimensions of a tile, also where a kernel could go over both as one. What is added up stays
-#: part of the kernel that makes it, whose tiles it has.
-IN_TWO_DIMENSIONS = {"triton.prefer_nd_tiling": True, "triton.tiling_prevents_reduction_fusion": False}
+#: What is added up stays part of the kernel that makes it, whose tiles it has.
+BESIDE_TWO_DIMENSIONS = {"triton.tiling_prevents_reduction_fusion": False}
 
 _TILE = {"XBLOCK": 128, "R0_BLOCK": 8, "num_warps": 4, "num_stages": 1}
 _CHANNELS, _PLACES, _WARPS = 256, 2048, 8  #: of a tile in two dimensions: at most, in all, and who goes over it
@@ -23,8 +25,8 @@ _LEAST = 1 << 20  #: numbers; what is smaller does not fill a GPU, whatever its 
 
 
 def choices(*, by_channels: bool) -> Any:
-    """What Inductor asks about kernels; all but such tiles is as it is. `by_channels`: it was told that kernels have
-    tiles `IN_TWO_DIMENSIONS`, of which the last is that of the channels."""
+    """What Inductor asks about kernels; all but such tiles is as it is. `by_channels`: kernels are in `two_dimensions`,
+    of which the last is that of the channels."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.codegen.triton import FixedTritonConfig
     from torch._inductor.dependencies import MemoryDep
@@ -56,6 +58,32 @@ def choices(*, by_channels: bool) -> Any:
             return dict(_TILE) if large_operands(features, size) > 1 else None
 
     return TileChoices()
+
+
+@contextlib.contextmanager
+def two_dimensions(channels: int | None) -> Iterator[None]:
+    """Kernels that compute each place by itself go over rows and channels, also where they could go over both as one.
+    None: as Inductor does by itself. Its own setting for it (prefer_nd_tiling) looks for all such ways, for minutes."""
+    if channels is None:
+        yield
+        return
+    import sympy  # type: ignore[import-untyped]  # torch brings it
+    from torch._inductor.codegen.simd import SIMDScheduling
+
+    before, mine = vars(SIMDScheduling)["get_tiling_and_scores"], threading.get_ident()
+
+    def told(cls: Any, nodes: Any, numel: Any, reduction_numel: Any = sympy.S.One, *more: Any, **named: Any) -> Any:
+        if threading.get_ident() == mine and reduction_numel == 1 and numel.is_number and numel >= _LEAST:
+            wanted = cls.create_tiling([numel // channels, sympy.Integer(channels)], [reduction_numel])
+            if numel % channels == 0 and cls.tiling_is_compatible(nodes, numel, reduction_numel, wanted):
+                return wanted, None
+        return before.__func__(cls, nodes, numel, reduction_numel, *more, **named)
+
+    SIMDScheduling.get_tiling_and_scores = classmethod(told)
+    try:
+        yield
+    finally:
+        SIMDScheduling.get_tiling_and_scores = before
 
 
 def _of_channels(tiles: dict[str, Any]) -> dict[str, int] | None:
