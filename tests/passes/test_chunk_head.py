@@ -253,7 +253,7 @@ class Relabeled(nn.Module):
 
 @pytest.mark.parametrize("of_logits", [False, True])
 @pytest.mark.usefixtures("eagers_kernels")
-def test_targets_that_are_made_in_the_step_are_there_when_they_are_weighed(of_logits: bool) -> None:
+def test_targets_that_a_step_makes_are_there_when_they_are_weighed(of_logits: bool) -> None:
     """Found by run_fuzz.py: they were made part by part, and counted before the first part."""
     torch.manual_seed(0)
     model, batch = Relabeled(of_logits=of_logits), (torch.randn(24, 6), torch.randn(24, 6))
