@@ -193,6 +193,12 @@ def test_activation_that_stands_alone_comes_out_of_its_backward() -> None:
     assert any("gelu" in inner for inner in both)
 
 
+def test_activation_whose_backward_reads_its_result_stays_eagers() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    draft = fused(step_of(lambda m, x: m(x).square().mean(), model, torch.randn(64, 8)))
+    assert ["relu"] in [names(op) for op in draft.program.ops if not isinstance(op.target, Cluster)]
+
+
 @pytest.mark.parametrize("frozen", [False, True], ids=["without weights", "with frozen ones"])
 def test_backward_of_a_norm_that_gives_no_gradient_for_weights_is_in_a_cluster(frozen: bool) -> None:
     norm = nn.LayerNorm(8, elementwise_affine=frozen).requires_grad_(False)

@@ -60,21 +60,26 @@ def fuse(draft: Draft) -> Draft:
     readers = [BackwardGroup(mine, at) for at, mine in ops.items() if program.ops[at].phase is Phase.BACKWARD]
     for reader, again in zip(readers, made_again(program, draft.kept, readers, buffers), strict=True):
         ops[reader.at] = again
-    ops = {at: mine for at, mine in ops.items() if len(mine) > 1 or _is_activation(*mine)}
+    backward = (op for op in program.ops if op.phase is Phase.BACKWARD and why_not(op, program) is None)
+    read_again = {r.buffer for op in backward for r in op.inputs}
+    ops = {at: mine for at, mine in ops.items() if len(mine) > 1 or _is_activation(mine[0], read_again)}
     inside = {position: group.at for group in found if group.at in ops for position in group.members}
     refusals = tuple(_refusals(program, inside))
     made = _in_place(replace(program, buffers=buffers), draft.kept, ops, inside)
     return replace(draft, program=made, refusals=draft.refusals + refusals)
 
 
-def _is_activation(op: Op) -> bool:
-    """Whether an op of the forward computes one number of one, as an activation between two products does. Alone it is
-    no faster in a cluster, but later passes know how clusters are made again beside others."""
+def _is_activation(op: Op, read_again: Container[BufferId]) -> bool:
+    """Whether an op of the forward computes one number of one, as an activation between two products does, and its own
+    backward reads what it was made of: GELU's does, and ReLU's its result. Alone it is no faster in a cluster, but
+    later passes know how clusters are made again beside others."""
     target = op.target
     assert not isinstance(target, Special | Cluster)
     if op.phase is not Phase.FORWARD or torch.Tag.pointwise not in target.tags or target in COPY or target in FILL:
         return False
-    return len(op.inputs) == 1 and len(op.outputs) == 1 and op.inputs[0].numel == op.outputs[0].numel
+    if len(op.inputs) != 1 or len(op.outputs) != 1 or op.inputs[0].buffer not in read_again:
+        return False
+    return op.inputs[0].numel == op.outputs[0].numel
 
 
 def _in_place(
