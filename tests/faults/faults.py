@@ -97,9 +97,16 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "integrations: a number of TRL's metrics is read while the step is recorded",
         "integrations/transformers/telling.py",
-        'return ToldNumber(("item", args[0].detach()))',
+        'return ToldNumber(("item", args[0].detach()), self._made)',
         "return func(*args)",
         ("tests/integrations/test_telling.py::test_each_step_tells_its_own_values_by_one_plan",),
+    ),
+    PlantedFault(
+        "integrations: a number of TRL's losses that is kept beside the metrics stays that of the recording",
+        "integrations/transformers/stepping.py",
+        '        telling.end({"trainer": self._trainer, "model": model, "metrics": told})\n',
+        "",
+        ("tests/integrations/test_telling.py::test_a_trainer_does_not_keep_a_number_of_one_step_for_all",),
     ),
     PlantedFault(
         "integrations: numbers that are kept are told as they are after the step",

@@ -140,7 +140,9 @@ class Stepping:
                 loss = self.loss(model, inputs, items)
             finally:
                 self.telling = None
-        return loss, telling.data()
+        told = telling.data()
+        telling.end({"trainer": self._trainer, "model": model, "metrics": told})
+        return loss, told
 
     def _compiled(self, model: torch.nn.Module) -> tuple[CompiledStep, Manner]:
         trainer, args = self._trainer, self._trainer.args

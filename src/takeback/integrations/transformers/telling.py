@@ -2,16 +2,19 @@
 
 In: a `compute_loss` that runs inside of a `Telling`. Out: `data()`, a nesting of tuples that goes with the results of a
 compiled step; `tell_` writes it where TRL keeps it, with the values of the step that has just run. Guaranteed: inside
-of the step nothing is kept by the trainer, so that a replay leaves out nothing; and whoever must know a value inside of
-the step reads it as ever, so that the plan is for that value.
+of the step nothing is kept by the trainer, so that a replay leaves out nothing; whoever must know a value inside of
+the step reads it as ever, so that the plan is for that value; and who keeps one where nobody would tell it is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import operator
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,18 +23,22 @@ from torch.overrides import TorchFunctionMode
 from takeback.errors import CaptureError
 
 #: ("item", tensor) | ("kept", name) | ("pick", tensor, mask) | ("call", name, operand, args, kwargs) | (operator, ...)
-Expression = tuple[Any, ...]
+Reckoning = tuple[Any, ...]
+#: Everything that stands for a value, as long as somebody has it.
+Made = list[weakref.ref[Any]]
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_BITWISE = ("and", "or", "xor", "lshift", "rshift")
 _SUMS = ("sum", "mean")
 
 
 class ToldNumber:
     """A number that is known after the step. It may be computed with and kept; who looks at it reads its tensor."""
 
-    def __init__(self, expression: Expression) -> None:
-        self.expression = expression
+    def __init__(self, reckoning: Reckoning, made: Made) -> None:
+        self._reckoning, self._made = reckoning, made
+        made.append(weakref.ref(self))
 
     def _look(self) -> Any:
         def kept(name: str) -> NoReturn:
@@ -40,16 +47,27 @@ class ToldNumber:
                 f"own. Compute what depends on it in a callback, or use TRL's trainer without takeback."
             )
 
-        return evaluated(self.expression, kept)
+        return evaluated(self._reckoning, kept)
 
-    def _compared(self, how: str, other: Any) -> bool:
+    def _compared(self, how: str, other: Any) -> Any:
         compare: Callable[[Any, Any], Any] = getattr(operator, how)
-        if self.expression[0] != "item" or not isinstance(self.expression[1], torch.Tensor):
-            return bool(compare(self._look(), other))
-        tensor = self.expression[1].detach()  # the answer is read, not the number
-        return bool(compare(tensor.double() if tensor.is_floating_point() else tensor, other))
+        if not isinstance(other, ToldNumber | int | float):
+            return compare(self._look(), _real(other))
+        if self._reckoning[0] != "item" or not isinstance(self._reckoning[1], torch.Tensor):
+            return bool(compare(self._look(), _real(other)))
+        tensor = self._reckoning[1].detach()  # the answer is read, not the number
+        return bool(compare(tensor.double() if tensor.is_floating_point() else tensor, _real(other)))
 
-    __hash__ = None  # type: ignore[assignment]
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._look(), name)  # is_integer, bit_length, ...
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*_real(args), **_real(kwargs or {}))
 
 
 def _arithmetic(name: str, *, turned: bool) -> Callable[[ToldNumber, Any], Any]:
@@ -57,17 +75,17 @@ def _arithmetic(name: str, *, turned: bool) -> Callable[[ToldNumber, Any], Any]:
         if not isinstance(other, ToldNumber | int | float):
             operands = (other, self._look()) if turned else (self._look(), other)
             return getattr(operator, name)(*operands)
-        mine, others = self.expression, other.expression if isinstance(other, ToldNumber) else other
-        return ToldNumber((name, others, mine) if turned else (name, mine, others))
+        mine, others = self._reckoning, other._reckoning if isinstance(other, ToldNumber) else other
+        return ToldNumber((name, others, mine) if turned else (name, mine, others), self._made)
 
     return compute
 
 
 def _looking(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self._look(), f"__{name}__")(*args)
+    return lambda self, *args: getattr(_real(self), f"__{name}__")(*map(_real, args))
 
 
-def _comparing(name: str) -> Callable[[ToldNumber, Any], bool]:
+def _comparing(name: str) -> Callable[[ToldNumber, Any], Any]:
     return lambda self, other: self._compared(name, other)
 
 
@@ -76,7 +94,10 @@ for _name in _ARITHMETIC:
     setattr(ToldNumber, f"__r{_name}__", _arithmetic(_name, turned=True))
 for _name in _COMPARISONS:
     setattr(ToldNumber, f"__{_name}__", _comparing(_name))
-for _name in ("bool", "float", "int", "index", "round", "format", "str", "repr", "neg", "abs"):
+for _name in (
+    *("bool", "float", "int", "index", "round", "trunc", "floor", "ceil", "neg", "pos", "abs", "invert", "hash"),
+    *("divmod", "rdivmod", *_BITWISE, *(f"r{name}" for name in _BITWISE), "format", "str", "repr", "reduce_ex"),
+):
     setattr(ToldNumber, f"__{_name}__", _looking(_name))
 
 
@@ -84,49 +105,87 @@ class Picked:
     """`tensor[mask]`, whose shape depends on the data, summed up after the step. Whoever does anything else with it
     gets the tensor."""
 
-    def __init__(self, expression: Expression) -> None:
-        self._expression = expression
+    def __init__(self, reckoning: Reckoning, made: Made) -> None:
+        self._reckoning: Any = reckoning  #: or the tensor, as soon as it was got: who writes to it must find it again
+        self._made = made
+        made.append(weakref.ref(self))
 
     def item(self) -> ToldNumber:
-        return ToldNumber(("item", self._expression))
+        return ToldNumber(("item", self._reckoning), self._made)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._expression[0] == "call":
+        if isinstance(self._reckoning, tuple) and self._reckoning[0] == "call" and self._reckoning[3:] == ((), {}):
             raise IndexError("a sum has no rows")  # as torch says of a tensor without dimensions
-        return _real(self)[index]
+        return _real(self)[_real(index)]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in _SUMS:
-            return lambda: Picked(("call", name, self._expression, (), {}))
+        if name in _SUMS and isinstance(self._reckoning, tuple):
+            return lambda *args, **kwargs: Picked(
+                ("call", name, self._reckoning, _real(args), _real(kwargs)), self._made
+            )
         return getattr(_real(self), name)
+
+    def __eq__(self, other: object) -> Any:
+        return _real(self) == _real(other)
+
+    def __ne__(self, other: object) -> Any:
+        return _real(self) != _real(other)
+
+    __hash__ = object.__hash__  # as a tensor's: which one it is
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return func(*map(_real, args), **{name: _real(value) for name, value in (kwargs or {}).items()})
+        return func(*_real(args), **_real(kwargs or {}))
 
 
-for _name in _ARITHMETIC:
-    setattr(Picked, f"__{_name}__", lambda self, other, how=_name: getattr(operator, how)(_real(self), _real(other)))
-    setattr(Picked, f"__r{_name}__", lambda self, other, how=_name: getattr(operator, how)(_real(other), _real(self)))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Picked, f"__{_name}__", lambda self, other, how=_name: getattr(operator, how)(_real(self), _real(other)))
-for _name in ("bool", "float", "int", "index", "len", "iter", "neg", "abs"):
-    setattr(Picked, f"__{_name}__", lambda self, how=_name: getattr(_real(self), f"__{how}__")())
+def _on_tensor(name: str, *, turned: bool = False) -> Callable[[Picked, Any], Any]:
+    how: Callable[[Any, Any], Any] = getattr(operator, f"__{name}__")
+    if turned:
+        return lambda self, other: how(_real(other), _real(self))
+    return lambda self, other: how(_real(self), _real(other))
+
+
+for _name in (*_ARITHMETIC, *_BITWISE, "matmul"):
+    setattr(Picked, f"__{_name}__", _on_tensor(_name))
+    setattr(Picked, f"__r{_name}__", _on_tensor(_name, turned=True))
+for _name in ("lt", "le", "gt", "ge", "contains"):
+    setattr(Picked, f"__{_name}__", _on_tensor(_name))
+for _name in (
+    *("bool", "float", "int", "index", "complex", "len", "iter", "reversed", "neg", "pos", "abs", "invert"),
+    *("setitem", "format", "str", "repr", "reduce_ex"),
+):
+    setattr(Picked, f"__{_name}__", _looking(_name))
 
 
 def _real(value: Any) -> Any:
-    return evaluated(value._expression) if isinstance(value, Picked) else value
+    """What stands for a value becomes it, also inside of lists, tuples and dicts; without any it is the same object."""
+    if isinstance(value, Picked):
+        value._reckoning = evaluated(value._reckoning)
+        return value._reckoning
+    if isinstance(value, ToldNumber):
+        return value._look()
+    if isinstance(value, list | tuple):
+        members = [_real(each) for each in value]
+        if all(a is b for a, b in zip(members, value, strict=True)):
+            return value
+        return members if isinstance(value, list) else tuple(members)
+    if isinstance(value, dict):
+        entries = {name: _real(each) for name, each in value.items()}
+        return value if all(entries[name] is each for name, each in value.items()) else entries
+    if isinstance(value, slice):
+        return slice(_real(value.start), _real(value.stop), _real(value.step))
+    return value
 
 
-def evaluated(expression: Any, kept: Callable[[str], Any] | None = None) -> Any:
+def evaluated(reckoning: Any, kept: Callable[[str], Any] | None = None) -> Any:
     """Its value, by the tensors that it holds. `kept(name)`: what the trainer has under that name."""
-    if not isinstance(expression, tuple):
-        return expression
-    kind, *operands = expression
+    if not isinstance(reckoning, tuple):
+        return reckoning
+    kind, *operands = reckoning
     if kind == "kept":
         assert kept is not None
         return kept(operands[0])
@@ -139,7 +198,36 @@ def evaluated(expression: Any, kept: Callable[[str], Any] | None = None) -> Any:
     return values[0].item() if kind == "item" else getattr(operator, kind)(*values)
 
 
-class _Histories:
+class _StandIn:
+    """For what TRL keeps, inside of a step. What it has no method for is refused by name."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._refuse("==")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    return lambda self, *args: self._refuse(what)
+
+
+for _name, _what in (
+    *(("len", "len()"), ("iter", "a loop"), ("contains", "in"), ("bool", "its truth"), ("ne", "!=")),
+    *(("reversed", "reversed()"), ("setitem", "[...] ="), ("delitem", "del"), ("add", "+"), ("radd", "+")),
+    *(("mul", "*"), ("rmul", "*"), ("imul", "*="), ("or", "|"), ("ior", "|=")),
+):
+    setattr(_StandIn, f"__{_name}__", _refusing(_what))
+
+
+class _Histories(_StandIn):
     """Stands for lists of numbers by name, which TRL has for "train" and for "eval"."""
 
     def __init__(self, told: list[Any], mode: str) -> None:
@@ -148,34 +236,50 @@ class _Histories:
     def __getitem__(self, name: str) -> _History:
         return _History(self._told, self._mode, name)
 
-    def __setitem__(self, name: str, values: list[Any]) -> None:
+    def __setitem__(self, name: str, values: Any) -> None:
+        if isinstance(values, _History) and values.place == (self._mode, name):
+            return  # after +=
         self._told.append(("set", self._mode, name, list(values)))
 
-
-class _History:
-    def __init__(self, told: list[Any], mode: str, name: str) -> None:
-        self._told, self._place = told, (mode, name)
-
-    def append(self, value: Any) -> None:
-        self._told.append(("append", *self._place, value))
-
-    def __getitem__(self, index: int) -> Any:
-        mine = [value for how, *place, value in self._told if how == "append" and tuple(place) == self._place]
-        if index != -1 or not mine:
-            self._refuse()
-        return mine[-1]
-
-    def _refuse(self, *args: object) -> NoReturn:
-        mode, name = self._place
+    def _refuse(self, what: str) -> NoReturn:
         raise CaptureError(
-            f"the loss looks at the history of its metric {name!r} ({mode}), which a replay has not. Look at it in "
-            f"log() or in a callback, or use the trainer without takeback."
+            f"the loss uses its metrics ({self._mode}) by {what}, which a replay cannot. Inside of the loss "
+            f"_metrics[mode][name] can be appended to, extended and set; do the rest in log() or in a callback, or use "
+            f"the trainer without takeback."
         )
 
-    __len__ = __iter__ = __contains__ = __setitem__ = __bool__ = __delitem__ = _refuse
+
+class _History(_StandIn):
+    def __init__(self, told: list[Any], mode: str, name: str) -> None:
+        self._told, self.place = told, (mode, name)
+
+    def append(self, value: Any) -> None:
+        self._told.append(("append", *self.place, value))
+
+    def extend(self, values: Any) -> None:
+        for value in values:
+            self.append(value)
+
+    def __iadd__(self, values: Any) -> _History:
+        self.extend(values)
+        return self
+
+    def __getitem__(self, index: int) -> Any:
+        mine = [value for how, *place, value in self._told if how == "append" and tuple(place) == self.place]
+        if index != -1 or not mine:
+            self._refuse(f"[{index}]")
+        return mine[-1]
+
+    def _refuse(self, what: str) -> NoReturn:
+        mode, name = self.place
+        raise CaptureError(
+            f"the loss looks at the history of its metric {name!r} ({mode}) by {what}, which a replay has not. Inside "
+            f"of the loss it can be appended to, extended and set. Look at it in log() or in a callback, or use the "
+            f"trainer without takeback."
+        )
 
 
-class _Metrics:
+class _Metrics(_StandIn):
     """Stands for TRL's `_metrics`."""
 
     def __init__(self, told: list[Any]) -> None:
@@ -184,6 +288,9 @@ class _Metrics:
     def __getitem__(self, mode: str) -> _Histories:
         return _Histories(self._told, mode)
 
+    def _refuse(self, what: str) -> NoReturn:
+        _Histories(self._told, "all of them")._refuse(what)
+
 
 class Telling:
     """While a `compute_loss` runs inside of it."""
@@ -191,25 +298,75 @@ class Telling:
     def __init__(self) -> None:
         self._told: list[Any] = []
         self._numbers: dict[str, Any] = {}
+        self.made: Made = []
 
     def read(self, name: str) -> Any:
-        return _Metrics(self._told) if name == "_metrics" else self._numbers.get(name, ToldNumber(("kept", name)))
+        if name == "_metrics":
+            return _Metrics(self._told)
+        return self._numbers[name] if name in self._numbers else ToldNumber(("kept", name), self.made)
 
     def write(self, name: str, value: Any) -> None:
         self._numbers[name] = value
 
     def data(self) -> list[Any]:
         """Numbers first: what is appended may be computed of them, as they were before."""
+        told = [(how, mode, name, _written(value)) for how, mode, name, value in self._told]
+        return [*told, *(("number", "", name, _written(value)) for name, value in self._numbers.items())]
 
-        def plain(value: Any) -> Any:
-            if isinstance(value, list):
-                return [plain(each) for each in value]
-            if isinstance(value, ToldNumber):
-                return ("told", value.expression)
-            return value
+    def end(self, homes: Mapping[str, Any]) -> None:
+        """After data(): what stands for a value is gone with the loss that computed it. If any is not, somebody keeps
+        it who would never be told; `homes` are looked through for its name."""
+        self._told, self._numbers = [], {}
+        if _alive(self.made):
+            gc.collect()  # a cycle may have it that nobody has
+        left = _alive(self.made)
+        if left:
+            kept = _where(left, homes) or "a variable outside of trainer and model"
+            raise CaptureError(
+                f"compute_loss keeps a value of the step in {kept}. It is known only after the step, and replays, "
+                f"which run no Python, would never set it again. Keep it as a metric (self._metrics['train'][name]"
+                f".append(...)), which is told after each step, or set it in a callback, or use TRL's trainer without "
+                f"takeback."
+            )
 
-        told = [(how, mode, name, plain(value)) for how, mode, name, value in self._told]
-        return [*told, *(("number", "", name, plain(value)) for name, value in self._numbers.items())]
+
+def _alive(made: Made) -> list[Any]:
+    return [value for reference in made if (value := reference()) is not None]
+
+
+def _where(left: list[Any], homes: Mapping[str, Any]) -> str | None:
+    """The shortest name under which one of these is found."""
+    wanted = {id(value) for value in left}
+    waiting = deque(homes.items())
+    seen = {id(left)}
+    while waiting:
+        name, value = waiting.popleft()
+        if id(value) in wanted:
+            return name
+        if id(value) in seen or isinstance(value, type | torch.Tensor):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            waiting.extend((f"{name}[{key!r}]" if isinstance(key, str | int) else name, v) for key, v in value.items())
+        elif isinstance(value, list | tuple | deque):
+            waiting.extend((f"{name}[{i}]", v) for i, v in enumerate(value))
+        elif isinstance(value, set | frozenset):
+            waiting.extend((f"{name}", v) for v in value)
+        else:
+            with contextlib.suppress(AttributeError):  # past those who look on
+                waiting.extend((f"{name}.{key}", v) for key, v in object.__getattribute__(value, "__dict__").items())
+    return None
+
+
+def _written(value: Any) -> Any:
+    """What was told, as data: what stands for a value by its reckoning."""
+    if isinstance(value, ToldNumber | Picked):
+        return ("told", value._reckoning)
+    if type(value) is tuple:
+        return ("tuple", [_written(each) for each in value])
+    if type(value) is dict:
+        return {name: _written(each) for name, each in value.items()}
+    return [_written(each) for each in value] if type(value) is list else value
 
 
 def tell_(kept: dict[str, Any], told: list[Any]) -> None:
@@ -217,9 +374,13 @@ def tell_(kept: dict[str, Any], told: list[Any]) -> None:
     before = dict(kept)
 
     def known(value: Any) -> Any:
-        if isinstance(value, list):
+        if type(value) is list:
             return [known(each) for each in value]
-        return evaluated(value[1], before.__getitem__) if isinstance(value, tuple) and value[:1] == ("told",) else value
+        if type(value) is dict:
+            return {name: known(each) for name, each in value.items()}
+        if type(value) is tuple:
+            return evaluated(value[1], before.__getitem__) if value[0] == "told" else tuple(known(value[1]))
+        return value
 
     for how, mode, name, value in told:
         if how == "number":
@@ -255,21 +416,27 @@ class ToldLater:
 
 
 class Reading(TorchFunctionMode):
-    """Around a loss of TRL's: where its own code reads a number, or picks by a mask, it gets what stands for them."""
+    """Around a loss of TRL's: where its own code reads a number, or picks by a mask, it gets what stands for them.
+    Who hands such a thing to torch looks at it."""
+
+    def __init__(self, made: Made | None = None) -> None:
+        super().__init__()
+        self._made: Made = [] if made is None else made
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        args, kwargs = _real(args), _real(kwargs or {})
         caller = sys._getframe(1)
         computes = caller.f_code.co_name.endswith("compute_loss")  # TRL's, or the user's around it
         if computes or caller.f_globals.get("__name__", "").partition(".")[0] == "trl":
             if func is torch.Tensor.item:
-                return ToldNumber(("item", args[0].detach()))
+                return ToldNumber(("item", args[0].detach()), self._made)
             if func is torch.Tensor.__getitem__ and computes:
                 tensor, index = args
                 if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not tensor.requires_grad:
-                    return Picked(("pick", tensor, index))
-        return func(*args, **(kwargs or {}))
+                    return Picked(("pick", tensor, index), self._made)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -290,8 +457,9 @@ def reading(accelerator: Any) -> Iterator[Telling]:
     }
     table.update(stand_ins)
     try:
-        with Reading():
-            yield Telling()
+        telling = Telling()
+        with Reading(telling.made):
+            yield telling
     finally:
         for name in stand_ins:
             del table[name]
