@@ -97,7 +97,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "integrations: a number of TRL's metrics is read while the step is recorded",
         "integrations/transformers/telling.py",
-        'return ToldNumber(("item", args[0].detach()), self._made)',
+        'return ToldNumber(("item", args[0].detach().clone()), self._made)',
         "return func(*args)",
         ("tests/integrations/test_telling.py::test_each_step_tells_its_own_values_by_one_plan",),
     ),

@@ -44,6 +44,9 @@ def compute_loss(trainer, model, x, mask):
     metrics["more"].extend([seen, 1])
     metrics["by dimension"].append(out.detach()[mask].mean(dim=0).item())
     metrics["tensor"].append(out.detach()[mask].sum())
+    running = mask.sum()
+    metrics["before"].append(running.item())
+    running += 100
     return loss
 """
 MODULE = types.ModuleType("trl.stand_in")
@@ -213,6 +216,24 @@ def test_what_is_written_to_a_picked_tensor_stays() -> None:
     with reading(Gathering()):
         before, after, picked = compute_loss(torch.arange(4.0))
         assert (float(before), float(after), picked.tolist()) == (5.0, 11.0, [7.0, 4.0])
+
+
+@pytest.mark.parametrize("use", [lambda picked: picked.sum().item(), lambda picked: picked.max()])
+def test_what_is_picked_later_is_what_was_there_or_refused(use: Any) -> None:
+    def compute_loss(telling: Telling, x: Tensor, of: Tensor) -> None:
+        picked = of[x > 1]
+        x.zero_()
+        telling.write("_picked", use(picked))
+
+    def told(telling: Telling, x: Tensor, of: Tensor) -> None:
+        compute_loss(telling, x, of)
+        telling.data()
+
+    x = torch.arange(4.0)
+    with reading(Gathering()) as telling:
+        told(telling, x.clone(), x.clone())
+        with pytest.raises(CaptureError, match=r"tensor\.clone\(\)\[mask"):
+            told(telling, x, x)
 
 
 ELSEWHERE: list[Any] = []

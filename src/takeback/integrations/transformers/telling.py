@@ -20,9 +20,11 @@ from typing import Any, NoReturn
 import torch
 from torch.overrides import TorchFunctionMode
 
+from takeback.engine import version_of
 from takeback.errors import CaptureError
 
-#: ("item", tensor) | ("kept", name) | ("pick", tensor, mask) | ("call", name, operand, args, kwargs) | (operator, ...)
+#: ("item", tensor) | ("kept", name) | ("pick", tensor, mask, writes) | ("call", name, operand, args, kwargs)
+#: | (operator, ...)
 Reckoning = tuple[Any, ...]
 #: Everything that stands for a value, as long as somebody has it.
 Made = list[weakref.ref[Any]]
@@ -47,6 +49,7 @@ class ToldNumber:
                 f"own. Compute what depends on it in a callback, or use TRL's trainer without takeback."
             )
 
+        _check_unwritten(self._reckoning)
         return evaluated(self._reckoning, kept)
 
     def _compared(self, how: str, other: Any) -> Any:
@@ -111,7 +114,8 @@ class Picked:
         made.append(weakref.ref(self))
 
     def item(self) -> ToldNumber:
-        return ToldNumber(("item", self._reckoning), self._made)
+        mine = self._reckoning
+        return ToldNumber(("item", mine if isinstance(mine, tuple) else mine.detach().clone()), self._made)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(self._reckoning, tuple) and self._reckoning[0] == "call" and self._reckoning[3:] == ((), {}):
@@ -164,6 +168,7 @@ for _name in (
 def _real(value: Any) -> Any:
     """What stands for a value becomes it, also inside of lists, tuples and dicts; without any it is the same object."""
     if isinstance(value, Picked):
+        _check_unwritten(value._reckoning)
         value._reckoning = evaluated(value._reckoning)
         return value._reckoning
     if isinstance(value, ToldNumber):
@@ -179,6 +184,25 @@ def _real(value: Any) -> Any:
     if isinstance(value, slice):
         return slice(_real(value.start), _real(value.stop), _real(value.step))
     return value
+
+
+def _writes(*tensors: torch.Tensor) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else version_of(tensor) for tensor in tensors)
+
+
+def _check_unwritten(reckoning: Any) -> None:
+    """What is picked later must be what would have been picked at once."""
+    if not isinstance(reckoning, tuple) or not reckoning:
+        return
+    if reckoning[0] == "pick":
+        _, tensor, mask, writes = reckoning
+        if _writes(tensor, mask) != writes:
+            raise CaptureError(
+                "compute_loss picks tensor[mask], and writes to the tensor or to the mask in place before the step has "
+                "ended, when what was picked is summed up. Pick from copies: tensor.clone()[mask.clone()]."
+            )
+    for operand in reckoning[1:]:
+        _check_unwritten(operand)
 
 
 def evaluated(reckoning: Any, kept: Callable[[str], Any] | None = None) -> Any:
@@ -361,6 +385,7 @@ def _where(left: list[Any], homes: Mapping[str, Any]) -> str | None:
 def _written(value: Any) -> Any:
     """What was told, as data: what stands for a value by its reckoning."""
     if isinstance(value, ToldNumber | Picked):
+        _check_unwritten(value._reckoning)
         return ("told", value._reckoning)
     if type(value) is tuple:
         return ("tuple", [_written(each) for each in value])
@@ -431,11 +456,11 @@ class Reading(TorchFunctionMode):
         computes = caller.f_code.co_name.endswith("compute_loss")  # TRL's, or the user's around it
         if computes or caller.f_globals.get("__name__", "").partition(".")[0] == "trl":
             if func is torch.Tensor.item:
-                return ToldNumber(("item", args[0].detach()), self._made)
+                return ToldNumber(("item", args[0].detach().clone()), self._made)
             if func is torch.Tensor.__getitem__ and computes:
                 tensor, index = args
                 if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not tensor.requires_grad:
-                    return Picked(("pick", tensor, index), self._made)
+                    return Picked(("pick", tensor, index, _writes(tensor, index)), self._made)
         return func(*args, **kwargs)
 
 
