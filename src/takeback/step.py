@@ -23,7 +23,7 @@ from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apa
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture, DrawsOtherwiseFirst
+from takeback.compiler.capture.record_step import Capture, RunsOtherwiseFirst
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
 from takeback.compiler.explain.kernels import kernel_accounts
@@ -57,7 +57,7 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
-_FIRST = "the step makes something of random numbers the first time it runs, and keeps it"
+_FIRST = "the step makes something of random numbers the first time it runs, or what it keeps then changes its results"
 
 
 class CompiledStep:
@@ -370,7 +370,7 @@ class CompiledStep:
                     results = recorded.run(batch, add_, keep_grads=kept, begins=lambda: begun.append(True))
                 else:
                     results = record_microbatch(recorded, batch, micro, then=add_)
-            except DrawsOtherwiseFirst:
+            except RunsOtherwiseFirst:
                 if self._ran_first or self._group is not None:
                     raise
                 first = True

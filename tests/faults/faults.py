@@ -248,8 +248,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: the weight that a hook leaves on its module grows stale",
         "compiler/capture/derived.py",
-        "            self._holder.copy_(now.detach())\n            self.put_back_()",
-        "            self.put_back_()",
+        "            holder.copy_(value.detach())\n",
+        "            pass\n",
         ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[old_weight_norm]",),
     ),
     PlantedFault(
@@ -258,6 +258,40 @@ FAULTS: tuple[PlantedFault, ...] = (
         "            yield\n            settle_(self.derived)\n",
         "            yield\n",
         ("tests/step/test_replaced_buffers.py::test_replaced_buffers_are_near_eagers_in_mode_fast_and_counted_once",),
+    ),
+    PlantedFault(
+        "capture: a replaced buffer is written before another one has been given its old value",
+        "compiler/capture/derived.py",
+        "now.detach().clone() if _storage(now) in holders else now) for",
+        "now) for",
+        ("tests/step/test_replaced_buffers.py::test_buffers_that_change_places_have_eagers_bits",),
+    ),
+    PlantedFault(
+        "capture: a buffer may be replaced by another buffer, and is no alias of it",
+        "compiler/capture/derived.py",
+        "return start < stop and begin < end",
+        "return False",
+        (
+            "tests/step/test_replaced_buffers.py"
+            "::test_replacement_that_no_holder_can_stand_for_is_refused_and_taken_back",
+        ),
+    ),
+    PlantedFault(
+        "capture: the old tensor of a replaced buffer may be kept elsewhere",
+        "compiler/capture/record_step.py",
+        "            _refuse_holders_elsewhere(got, subject, args, kwargs, kept.within)\n",
+        "",
+        (
+            "tests/step/test_replaced_buffers.py"
+            "::test_replacement_that_no_holder_can_stand_for_is_refused_and_taken_back",
+        ),
+    ),
+    PlantedFault(
+        "capture: the second run of a recording may compute something else than the first",
+        "compiler/capture/record_step.py",
+        "            _refuse_other_numbers(got, subject, kept)\n",
+        "",
+        ("tests/step/test_replaced_buffers.py::test_first_step_computes_what_eagers_first_step_does",),
     ),
     PlantedFault(
         "audit: operands may have changed places",

@@ -142,3 +142,257 @@ def test_prediction_of_a_module_that_replaces_a_buffer_is_made_and_leaves_it() -
     model = net()
     assert tb.predict(model, loss_of, sgd(model), *batch(0)).ops > 5
     assert model[0].count.item() == 0
+
+
+class Shifts(nn.Module):
+    """Keeps what it saw in the last two steps."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        for i, name in enumerate(order):
+            self.register_buffer(name, torch.full((8,), float(i)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) + self.a + 2 * self.b
+        self.b = self.a
+        self.a = y.detach().mean(0)
+        return y
+
+
+class Swaps(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a, self.b = self.b, self.a
+        return y
+
+
+class WritesAndSwaps(Shifts):
+    """The one that is written is another one in each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.add_(1)
+        y = self.lin(x) * self.a
+        self.a, self.b = self.b, self.a
+        return y
+
+
+class Turns(Shifts):
+    """Three in a ring, of which one is a view of its old self."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__((*order, "c"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a + self.c
+        self.a, self.b, self.c = self.b, self.c.detach(), self.a
+        return y
+
+
+class Parts(Shifts):
+    """Two parts of one tensor, which have no bytes in common."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * (self.a + self.b)
+        self.a, self.b = torch.stack([y.detach().mean(0), y.detach().amax(0)]).unbind()
+        return y
+
+
+_MOVES = [Shifts, Swaps, WritesAndSwaps, Turns, Parts]
+
+
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")], ids="".join)
+@pytest.mark.parametrize("kind", _MOVES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("settings", [{"verify_every": 2}, {"accumulate": 2}], ids=repr)
+def test_buffers_that_change_places_have_eagers_bits(
+    kind: type[Shifts], order: tuple[str, ...], settings: dict[str, Any]
+) -> None:
+    train_both(Case(lambda: kind(order), loss_of, batch, sgd, settings=settings), steps=7)
+
+
+@pytest.mark.usefixtures("eagers_kernels")
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")], ids="".join)
+@pytest.mark.parametrize("kind", _MOVES, ids=lambda kind: kind.__name__)
+def test_buffers_that_change_places_are_near_eagers_in_mode_fast(kind: type[Shifts], order: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    ours = kind(order)
+    eagers = copy.deepcopy(ours)
+    optimizer = sgd(eagers)
+    step = tb.compile_step(ours, loss_of, sgd(ours), mode="fast", verify_every=2)
+    for i in range(6):
+        eager_step(eagers, loss_of, optimizer, batch(i))
+        step(*batch(i))
+        torch.testing.assert_close(ours.state_dict(), eagers.state_dict(), rtol=1e-4, atol=1e-6)
+    assert step._replays == 5
+
+
+def test_buffers_that_change_places_between_steps_have_eagers_bits() -> None:
+    def between(i: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if i in (4, 6):
+            model.a, model.b = model.b, model.a
+
+    train_both(Case(lambda: Shifts(("a", "b")), loss_of, batch, sgd, between=between), steps=8)
+
+
+class TakesAnother(Shifts):
+    """The same from the second step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a = self.b
+        return y
+
+
+class TakesAnotherThatIsWritten(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.add_(1)
+        y = self.lin(x) * self.b
+        self.b = self.a
+        return y
+
+
+class TakesAParameter(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a = self.lin.weight.detach()[0]
+        return y
+
+
+class TakesTheBatch(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a = x[0]
+        return y
+
+
+class TakesOneForTwo(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a + self.b
+        self.a = self.b = y.detach().mean(0)
+        return y
+
+
+class TakesOtherStrides(Shifts):
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.a = torch.ones(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a = y.detach().t().contiguous().t()
+        return y
+
+
+class KeepsTheOldOne(Shifts):
+    """Under a name that is no buffer's."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.last = [torch.zeros(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) + self.a + self.last[0]
+        self.last[0] = self.a
+        self.a = y.detach().mean(0)
+        return y
+
+
+class WritesWhatIsShared(Shifts):
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.b = self.a
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a.add_(1)
+        y = self.lin(x) * self.a + self.b
+        self.a = y.detach().mean(0)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            TakesAnother,
+            r"buffer 'a' of TakesAnother.*self\.a = self\.b, is replaced by a tensor whose bytes.*\.clone\(\)",
+        ),
+        (TakesAnotherThatIsWritten, r"buffer 'b' .*self\.b = self\.a, .*bytes are another's.*copy_.*\.clone\(\)"),
+        (TakesAParameter, "bytes are another's"),
+        (TakesTheBatch, "bytes are another's"),
+        (TakesOneForTwo, "bytes are another's"),
+        (TakesOtherStrides, r"other strides \(\(1, 6\) in place of \(8, 1\)\)"),
+        (KeepsTheOldOne, r"its tensor is kept elsewhere in the step's reach.*\.clone\(\)"),
+        (WritesWhatIsShared, r"written in place and replaced in one step.*\.clone\(\)"),
+    ],
+    ids=lambda each: each.__name__ if isinstance(each, type) else "",
+)
+def test_replacement_that_no_holder_can_stand_for_is_refused_and_taken_back(kind: type[Shifts], message: str) -> None:
+    torch.manual_seed(0)
+    model = kind(("a", "b"))
+    optimizer = sgd(model)
+    before, tensors = snapshot(model, optimizer), (model.a, model.b)
+    step = tb.compile_step(model, loss_of, optimizer)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=message):
+            step(*batch(0))
+        assert_same(snapshot(model, optimizer), before)
+        assert model.a is tensors[0]
+        assert model.b is tensors[1]
+
+
+class TakesACopyOfAnother(Shifts):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        self.a = self.b.clone()
+        return y
+
+
+class BeginsOtherwise(Shifts):
+    """Another form from the first step on, which the second run of a recording finds."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.a = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.a
+        if self.a.dim() == 0:
+            self.a = torch.ones(8)
+        return y
+
+
+class BeginsWithAnotherNumber(Shifts):
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.scale = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x) * self.scale
+        self.scale = 1.0
+        return y
+
+
+class SetsItselfUp(Shifts):
+    """By its first batch, and in place."""
+
+    def __init__(self, order: tuple[str, ...]) -> None:
+        super().__init__(order)
+        self.is_set_up = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        if not self.is_set_up:
+            self.a.copy_(y.detach().mean(0))
+            self.b = y.detach().std(0)
+            self.is_set_up = True
+        return (y - self.a) / self.b
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [TakesACopyOfAnother, BeginsOtherwise, BeginsWithAnotherNumber, SetsItselfUp],
+    ids=lambda kind: kind.__name__,
+)
+def test_first_step_computes_what_eagers_first_step_does(kind: type[Shifts]) -> None:
+    """Where a recording runs the step twice, the second run begins with what the first has kept."""
+    train_both(Case(lambda: kind(("a", "b")), loss_of, batch, sgd), steps=6)

@@ -4,19 +4,26 @@
 
 In: modules. Out: their derived attributes, each with a tensor of its own, the holder, which stands there between steps
 and takes the value that eager would have left. So a plan knows the module by the same tensor in every step, and what is
-written to it is part of the program.
+written to it is part of the program. A value that a holder cannot stand for, because it is an alias, is refused.
 """
 
 from __future__ import annotations
 
+import ast
+import collections
+import contextlib
+import inspect
+import textwrap
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+
+from takeback.errors import CaptureError
 
 _HOLDERS: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 
@@ -37,28 +44,49 @@ class Derived:
     def _holder(self) -> torch.Tensor:
         return _HOLDERS[self.module][self.name]
 
-    def write_(self) -> None:
-        """Writes to the holder what a forward has put there, and puts the holder back."""
-        now = self._table[self.name]
-        if now is not self._holder and _have_one_form(self._holder, now):
-            self._holder.copy_(now.detach())
-            self.put_back_()
+    @property
+    def now(self) -> Any:
+        """What stands there."""
+        return self._table[self.name]
+
+    @property
+    def is_buffer(self) -> bool:
+        return self.name in self.module._buffers
+
+    def takes(self, now: object) -> bool:
+        """Whether this is another tensor than the holder, which the holder can take."""
+        return now is not self._holder and _have_one_form(self._holder, now)
 
     def put_back_(self) -> None:
         """Puts the holder back, with the value that it has."""
         self._table[self.name] = self._holder
 
-    def settle_(self) -> None:
-        """Puts a holder there, with the value that is there now."""
+    def put_(self, value: torch.Tensor) -> None:
+        """Puts a holder there, with this value."""
         holders = _HOLDERS.setdefault(self.module, {})
-        now, holder = self._table[self.name], holders.get(self.name)
-        if now is holder or not isinstance(now, torch.Tensor):
-            return
-        if holder is None or not _have_one_form(holder, now):
-            holder = holders[self.name] = now.detach().clone()
+        holder = holders.get(self.name)
+        if holder is None or not _have_one_form(holder, value):
+            holders[self.name] = value.detach().clone()
         else:
-            holder.copy_(now.detach())
-        self._table[self.name] = holder
+            holder.copy_(value.detach())
+        self.put_back_()
+
+    def described(self) -> str:
+        """With the line that sets it, as far as the source is there."""
+        return f"the buffer {self.name!r} of {type(self.module).__name__}{self._line()}"
+
+    def _line(self) -> str:
+        for kind in type(self.module).__mro__:
+            try:
+                lines, start = inspect.getsourcelines(kind)
+                tree = ast.parse(textwrap.dedent("".join(lines)))
+            except (OSError, TypeError, SyntaxError):
+                continue
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr == self.name:
+                    text = lines[node.lineno - 1].strip()
+                    return f", set at {inspect.getsourcefile(kind)}:{start + node.lineno - 1}: {text},"
+        return ""
 
 
 def derived_of(modules: Iterable[torch.nn.Module]) -> tuple[Derived, ...]:
@@ -75,14 +103,107 @@ def _of(module: torch.nn.Module) -> Iterator[Derived]:
             yield Derived(module, name)
 
 
+def write_(derived: Iterable[Derived]) -> None:
+    """Writes to the holders what a forward has put there, and puts the holders back."""
+    _put_((a, now) for a in derived if a.takes(now := a.now))
+
+
 def settle_(derived: Iterable[Derived]) -> None:
-    for attribute in derived:
-        attribute.settle_()
+    """Puts holders there, with the values that are there now."""
+    _put_((a, now) for a in derived if isinstance(now := a.now, torch.Tensor) and now is not _holder_of(a))
+
+
+def _put_(values: Iterable[tuple[Derived, torch.Tensor]]) -> None:
+    """All are read before any is written: the value of one may lie in the holder of another, or in its own."""
+    found = list(values)
+    holders = {_storage(h) for a, _ in found if (h := _holder_of(a)) is not None}
+    read = [(a, now.detach().clone() if _storage(now) in holders else now) for a, now in found]
+    for attribute, value in read:
+        attribute.put_(value)
+
+
+def _holder_of(attribute: Derived) -> torch.Tensor | None:
+    return _HOLDERS.get(attribute.module, {}).get(attribute.name)
+
+
+def refuse_aliases(derived: Iterable[Derived], others: Iterable[torch.Tensor]) -> None:
+    """Raises where a forward has put something in a buffer's place that a holder cannot stand for: bytes of another
+    tensor, which whoever writes that one would write as well, or another layout. The old tensor of a buffer that has
+    been given a new one is nobody's any more, so buffers may change places."""
+    buffers = [(a, a.now) for a in derived if a.is_buffer and isinstance(a.now, torch.Tensor)]
+    own = {id(_holder_of(a)) for a, _ in buffers}
+    taken = [t for t in others if id(t) not in own and t.layout is torch.strided]
+    for i, (attribute, now) in enumerate(buffers):
+        if not attribute.takes(now):
+            continue
+        beside = (other for j, (_, other) in enumerate(buffers) if j != i)
+        if any(_overlap(now, other) for other in (*beside, *taken)):
+            raise CaptureError(
+                f"{attribute.described()} is replaced by a tensor whose bytes are another's, too: a buffer, a "
+                f"parameter, or a tensor of the batch. Eager would see each change of the one in the other, and a "
+                f"replay would not. Write it in place (copy_), or replace it by a copy (.clone())."
+            )
+        if _strides(now) != _strides(attribute._holder):
+            raise CaptureError(
+                f"{attribute.described()} is replaced by a tensor of other strides ({now.stride()} in place of "
+                f"{attribute._holder.stride()}), so a kernel that reads it next may round otherwise. Write it in place "
+                f"(copy_), or replace it by a contiguous one (.contiguous(), .clone())."
+            )
+
+
+@contextlib.contextmanager
+def hidden(derived: Iterable[Derived]) -> Iterator[list[tuple[Derived, torch.Tensor]]]:
+    """Inside, these buffers are not in their modules. Gives what stands there else."""
+    found = [(a, a.now) for a in derived if a.is_buffer and isinstance(a.now, torch.Tensor)]
+    for attribute, _ in found:
+        attribute.module._buffers[attribute.name] = None
+    try:
+        yield found
+    finally:
+        for attribute, now in found:
+            attribute.module._buffers[attribute.name] = now
+
+
+def shared(values: Sequence[tuple[Derived, torch.Tensor]], others: Iterable[torch.Tensor]) -> list[Derived]:
+    """Those of these buffers whose storage is another one's as well, or that of one of the others."""
+    taken = {_storage(t) for t in others if t.layout is torch.strided}
+    times = collections.Counter(_storage(t) for _, t in values)
+    return [a for a, t in values if _storage(t) in taken or times[_storage(t)] > 1]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # checked on 2.11 and 2.13
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of two tensors have bytes in common."""
+    if other.layout is not torch.strided or _storage(one) != _storage(other) or not one.numel() or not other.numel():
+        return False
+    (start, end), (begin, stop) = _span(one), _span(other)
+    return start < stop and begin < end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    start = tensor.storage_offset()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Those that matter."""
+    return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
 def put_holders_back_(derived: Iterable[Derived]) -> None:
     for attribute in derived:
-        attribute.put_back_()
+        if _holder_of(attribute) is not None:  # else it was forgotten, and what was there first is there again
+            attribute.put_back_()
+
+
+def forget_(derived: Iterable[Derived]) -> None:
+    """They have no holders any more."""
+    for attribute in derived:
+        _HOLDERS.get(attribute.module, {}).pop(attribute.name, None)
 
 
 class Buffers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,18 @@ from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
-from takeback.compiler.capture.derived import Buffers, Derived, derived_of, put_holders_back_, settle_
+from takeback.compiler.capture.derived import (
+    Buffers,
+    Derived,
+    derived_of,
+    forget_,
+    hidden,
+    put_holders_back_,
+    refuse_aliases,
+    settle_,
+    shared,
+    write_,
+)
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -36,6 +48,9 @@ from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.uncompiled import SCRIPTED, notes_of, uncompiled, unscripted
 from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
+
+_NEAR = 1e-6  #: two runs of one step: kernels that add atomically round as it comes
+_NEAR_ON_A_GPU = 1e-3
 
 
 @dataclass(frozen=True)
@@ -125,11 +140,15 @@ def capture(
                     Exception
                 ):  # what a step does not take of a traced number, it takes of a plain one
                     return _attempt(subject, args, kwargs, first, how, numbers)
+                buffers.put_back_()
                 for generator, state in states:
                     generator.set_state(state)
-            return _attempt(subject, args, kwargs, first, how, kin=kin)
+            got = _attempt(subject, args, kwargs, first, how, kin=kin)
+            if kin is None:
+                _refuse_holders_elsewhere(got, subject, args, kwargs)
+            return got
         except _KeptState as kept:
-            if once:
+            if once or kept.replaced:  # run again, it would begin with what this run has left in the buffers
                 raise
             for generator, state in states:
                 generator.set_state(state)
@@ -148,25 +167,34 @@ def capture(
                 got = replace(got, notes=(*got.notes, SCRIPTED))
             taken_back = {t.untyped_storage()._cdata for t in kept.new_state}
             _refuse_unknown_state(got, subject, before | taken_back)
-            return _with_generators_left(got, subject, kept)
+            _refuse_holders_elsewhere(got, subject, args, kwargs, kept.within)
+            _refuse_other_draws(got, subject, kept)
+            _refuse_other_numbers(got, subject, kept)
+            return _with_generators_left(got, kept)
     except _KeptState as kept:
         _leave_nothing_(first, buffers, kept)
         if kept.replaced:
             for generator, state in states:
                 generator.set_state(state)
+            _refuse_shared_writes(subject, args, kwargs, kept)
             settle_(kept.replaced)
             holding = replace(subject, derived=derived_of(subject.modules))
-            return capture(
-                *(holding, args, kwargs),
-                recording=recording,
-                real=real,
-                on_abort=on_abort,
-                numbers=numbers,
-                answers=answers,
-                took_=took_,
-                once=once,
-            )
-        raise (DrawsOtherwiseFirst if kept.in_draws else CaptureError)(str(kept)) from None
+            try:
+                return capture(
+                    *(holding, args, kwargs),
+                    recording=recording,
+                    real=real,
+                    on_abort=on_abort,
+                    numbers=numbers,
+                    answers=answers,
+                    took_=took_,
+                    once=once,
+                )
+            except BaseException:
+                forget_(kept.replaced)
+                buffers.put_back_()
+                raise
+        raise (RunsOtherwiseFirst if kept.otherwise_first else CaptureError)(str(kept)) from None
 
 
 def _leave_nothing_(before: Assumptions, buffers: Buffers, kept: _KeptState) -> None:
@@ -194,10 +222,43 @@ def _refuse_unknown_state(got: Capture, subject: Subject, known: Collection[int]
             )
 
 
-def _with_generators_left(got: Capture, subject: Subject, kept: _KeptState) -> Capture:
-    """The second recording, with the generators as the first run has left them, which is what eager does. Where the
-    second draws as well, it must have drawn the same numbers."""
-    alone = {g: end for g, end in kept.random_ends.items() if g not in got.random_ends}
+def _refuse_holders_elsewhere(
+    got: Capture, subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], within: set[Place] | None = None
+) -> None:
+    """Whoever keeps the tensor of a buffer that is replaced has its old value in eager, and would see the new one."""
+    if not any(a.is_buffer for a in subject.derived):
+        return
+    with hidden(subject.derived) as values:
+        found = shared(values, (*_look(subject, args, kwargs).tensors, *subject.known()))
+    if found:
+        got.rewind_()
+        for p in subject.parameters:
+            p.grad = None
+        raise _KeptState(
+            f"{found[0].described()} is replaced by the step, and its tensor is kept elsewhere in the step's reach, "
+            f"where it would have to stay as it was. Keep a copy there (.clone()), or write the buffer in place "
+            f"(copy_).",
+            within=within,
+        )
+
+
+def _refuse_shared_writes(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], kept: _KeptState) -> None:
+    """A buffer that is written in place, and then replaced, must not have been anyone else's, too: they get a holder
+    of their own before the step."""
+    with hidden(kept.replaced) as values:
+        found = shared(values, (*_look(subject, args, kwargs).tensors, *subject.known()))
+        tensors = dict(values)
+    for attribute in found:
+        if tensors[attribute].untyped_storage()._cdata in kept.written:
+            raise CaptureError(
+                f"{attribute.described()} is written in place and replaced in one step, and its tensor is kept "
+                f"elsewhere, too, where eager would see what is written. Keep a copy there (.clone()), or only write "
+                f"the buffer in place (copy_)."
+            )
+
+
+def _refuse_other_draws(got: Capture, subject: Subject, kept: _KeptState) -> None:
+    """Where the second run draws as well, it must have drawn the same numbers as the first."""
     if any(not torch.equal(kept.random_ends.get(g, end), end) for g, end in got.random_ends.items()):
         got.rewind_()
         for p in subject.parameters:
@@ -207,8 +268,53 @@ def _with_generators_left(got: Capture, subject: Subject, kept: _KeptState) -> C
             "a tensor with random values and keeps it. Recorded a second time, what it draws besides (dropout) would "
             "not be what eager draws. Run the model once on such a batch before the first step.",
             within=kept.within,
-            in_draws=True,
+            otherwise_first=True,
         )
+
+
+def _refuse_other_numbers(got: Capture, subject: Subject, kept: _KeptState) -> None:
+    """The second run counts as the step, so it must have computed what the first did."""
+    if kept.unseen or kept.numbers is None:  # TorchScript's kernels may round otherwise
+        return
+    numbers = _numbers(subject, got.loss)
+    if not _are_near(numbers, kept.numbers):
+        got.rewind_()
+        for p in subject.parameters:
+            p.grad = None
+        raise _KeptState(
+            f"the step computes something else the first time it runs than when it is run once more (loss "
+            f"{kept.numbers[0].item():.6g}, then {numbers[0].item():.6g}): what the first run keeps changes the "
+            f"result. Run the model once on such a batch before the first step, or keep such state in buffers that are "
+            f"written in place (copy_).",
+            within=kept.within,
+            otherwise_first=True,
+        )
+
+
+def _numbers(subject: Subject, loss: torch.Tensor) -> torch.Tensor:
+    """The loss, and how large each gradient is: two runs of one step that differ in neither are one."""
+    with torch.no_grad():
+        grads = [p.grad.detach() for p in subject.parameters if p.grad is not None]
+        sizes = [torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).double() for g in grads]
+        return torch.stack([n.to(loss.device) for n in (loss.detach().double(), *sizes)])
+
+
+def _are_near(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Gradients that are noise beside the largest one, as a bias before a norm has them, may differ by that."""
+    if one.shape != other.shape:
+        return False
+    near = _NEAR if one.is_cpu else _NEAR_ON_A_GPU
+    largest = max((n for n in one[1:].tolist() if math.isfinite(n)), default=0.0)
+    within = torch.full_like(one, near * largest)
+    within[0] = 0.0
+    return bool(
+        (torch.isclose(one, other, rtol=near, atol=0.0, equal_nan=True) | ((one - other).abs() <= within)).all()
+    )
+
+
+def _with_generators_left(got: Capture, kept: _KeptState) -> Capture:
+    """The second recording, with the generators as the first run has left them, which is what eager does."""
+    alone = {g: end for g, end in kept.random_ends.items() if g not in got.random_ends}
 
     def leave_() -> None:
         for generator, end in alone.items():
@@ -228,9 +334,9 @@ def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
     return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
 
 
-class DrawsOtherwiseFirst(CaptureError):
-    """The first run of the step makes something of random numbers and keeps it. Once that was made in eager, the step
-    can be recorded."""
+class RunsOtherwiseFirst(CaptureError):
+    """The first run of the step makes something of random numbers and keeps it, or computes something else than later
+    ones. Once it was made in eager, the step can be recorded."""
 
 
 class _KeptState(Exception):
@@ -242,14 +348,18 @@ class _KeptState(Exception):
         new_state: Sequence[torch.Tensor] = (),
         within: set[Place] | None = None,
         random_ends: Mapping[torch.Generator, torch.Tensor] | None = None,
-        in_draws: bool = False,
+        otherwise_first: bool = False,
         unseen: bool = False,
         replaced: Sequence[Derived] = (),
+        written: Collection[int] = (),
+        numbers: torch.Tensor | None = None,
     ) -> None:
         super().__init__(reason)
         self.replaced = replaced  #: buffers in whose place the step has left other tensors
         self.unseen = unseen  #: a tensor was made where the dispatcher does not see it
-        self.in_draws = in_draws  #: the first run draws other numbers than later ones
+        self.otherwise_first = otherwise_first  #: the first run draws or computes other numbers than later ones
+        self.written = written  #: the storages that the step wrote
+        self.numbers = numbers  #: what it computed, if it ran for real
         self.random_ends = random_ends or {}
         self.new_state = new_state  #: what the step made and wrote, as it was before it was written
         self.within = within  #: the places that it read
@@ -312,7 +422,7 @@ def _attempt(
         assumptions = _look(subject, args, kwargs, seen)
         return Kin(before, assumptions, assumptions.places(), seen)
 
-    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers)
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen)))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
@@ -387,8 +497,9 @@ def _run(
             if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
                 p.grad = p.grad.resolve_conj().resolve_neg()
         with torch.no_grad():
-            for attribute in subject.derived:
-                attribute.write_()
+            others = (*reachable, *subject.parameters, *(t for t, _ in subject.states), *tensors_of((args, kwargs)))
+            refuse_aliases(subject.derived, others)
+            write_(subject.derived)
     recorder.mark_end_of_backward()
     assert total is not None
     aux = open_objects(parts[0] if subject.accumulate == 1 else tuple(parts))
@@ -439,6 +550,7 @@ def _finish(
     ran: _Ran,
     events: Sequence[AllocatorEvent],
     buffers: Buffers,
+    real: bool,
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
     aux_tensors = results_of(ran.aux)
@@ -450,12 +562,20 @@ def _finish(
     before, assumptions, within = kin.before, kin.assumptions, kin.within
     reason = _kept(recorder, before, assumptions, within, given)
     if reason is not None:
+        written = {t.untyped_storage()._cdata for t in _strided(*recorder.statistics)}
+        numbers = _numbers(subject, ran.loss) if real else None
         recorder.rewind_()
         for p in subject.parameters:
             p.grad = None
         unseen = recorder.orphan() is not None
         replaced = buffers.replaced()
-        raise _KeptState(reason, recorder.new_state, within, recorder.random_ends, unseen=unseen, replaced=replaced)
+        raise _KeptState(
+            *(reason, recorder.new_state, within, recorder.random_ends),
+            unseen=unseen,
+            replaced=replaced,
+            written=written,
+            numbers=numbers,
+        )
     program = recorder.program(
         recorder.region(ran.loss),
         tuple(recorder.region(t) for t in aux_tensors),
