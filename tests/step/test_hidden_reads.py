@@ -291,6 +291,8 @@ def _search(ops: Sequence[Any], most: int) -> int:
                 logs = [log_of(op, changed(inputs, turn)) for turn in range(4)]
                 first = logs[0]
                 assert first is not None
+                if any(torch.Tag.dynamic_output_shape in target.tags for target, _ in first.ops):
+                    continue  # each replay looks whether its result has the recorded shape: test_data_in_shapes.py
                 in_secret = any(log and log.ops != first.ops and log.read == first.read for log in logs)
                 assert reads.found or not in_secret, f"{op.name} reads values in secret"
                 assert not reads.found or in_secret or op.name in RESIZE, f"{op.name} is held for nothing"
