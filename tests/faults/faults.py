@@ -1027,6 +1027,31 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/test_flat.py::test_every_slice_is_aligned_and_in_exactly_one_bucket",),
     ),
     PlantedFault(
+        "interrupts: a mode that torch had taken off when Ctrl-C struck is popped all the same",
+        "compiler/capture/reads.py",
+        "        be_on_function_stack_(self)\n",
+        "",
+        (
+            "tests/step/test_interrupts.py::"
+            "test_takebacks_own_modes_are_left_without_a_complaint_where_torch_has_lost_them",
+            "tests/step/test_interrupts.py::test_mode_that_the_loss_enters_and_never_leaves_stays_as_in_eager",
+        ),
+    ),
+    PlantedFault(
+        "interrupts: the modes that Ctrl-C has cost the user are not put on again",
+        "compiler/run/transaction.py",
+        "        if aborted:\n            self._put_back_()\n",
+        "",
+        ("tests/run/test_transaction.py::test_modes_that_are_lost_or_left_on_when_a_step_is_aborted_are_as_before",),
+    ),
+    PlantedFault(
+        "interrupts: torch's complaint about a lost mode is raised in place of Ctrl-C",
+        "compiler/run/transaction.py",
+        "                raise struck from None\n",
+        "                pass\n",
+        ("tests/run/test_transaction.py::test_ctrl_c_is_raised_and_not_what_torch_says_of_a_mode_that_it_lost",),
+    ),
+    PlantedFault(
         "interrupts: what is undone is undone in the order it was done",
         "compiler/run/transaction.py",
         "for action in reversed(actions):",

@@ -14,6 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _device
+from torch.utils._python_dispatch import (
+    BaseTorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from takeback.compiler.capture.uncompiled import uncompiled
 from takeback.compiler.run.transaction import Transaction
@@ -102,6 +109,86 @@ def test_grad_mode_is_as_before_and_off_while_things_are_put_back(mode: bool) ->
             torch._C._set_grad_enabled(not mode)
         assert torch.is_grad_enabled() is mode
     assert seen == [False]
+
+
+def test_modes_that_are_lost_or_left_on_when_a_step_is_aborted_are_as_before() -> None:
+    def work() -> None:
+        with Transaction():
+            _pop_mode()
+            _push_mode(BaseTorchFunctionMode())
+            _disable_current_modes().__enter__()
+            BaseTorchDispatchMode().__enter__()
+            torch.set_default_device("meta")
+            raise ZeroDivisionError
+
+    with BaseTorchFunctionMode() as low, BaseTorchFunctionMode() as high, BaseTorchDispatchMode() as below:
+        with pytest.raises(ZeroDivisionError):
+            work()
+        assert _get_current_function_mode_stack() == [low, high]
+        assert _get_current_dispatch_mode_stack() == [below]
+        assert _device.CURRENT_DEVICE is None
+        torch.set_default_device(None)
+        assert _get_current_function_mode_stack() == [low, high]
+
+
+def test_default_device_that_a_step_sets_stays_when_it_ends() -> None:
+    try:
+        with Transaction():
+            torch.set_default_device("meta")
+        assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("lost", ["while it is asked", "while a device is entered", "while a device is left"])
+def test_ctrl_c_is_raised_and_not_what_torch_says_of_a_mode_that_it_lost(lost: str) -> None:
+    def work() -> None:
+        with Transaction() as step:
+            step.compute()
+            if lost == "while it is asked":
+                with BaseTorchFunctionMode():
+                    _pop_mode()
+                    press_ctrl_c()
+            elif lost == "while a device is entered":
+                with BaseTorchFunctionMode(), BaseTorchFunctionMode():
+                    for _ in range(2):
+                        _pop_mode()
+                    press_ctrl_c()
+            else:
+                with BaseTorchFunctionMode(), torch.device("cpu"):
+                    while _get_current_function_mode_stack():
+                        _pop_mode()
+                    _push_mode(BaseTorchFunctionMode())
+                    press_ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        work()
+    assert raised.value.__cause__ is None
+    assert not _get_current_function_mode_stack()
+    assert _device.CURRENT_DEVICE is None
+
+
+def test_error_that_the_user_raises_in_place_of_ctrl_c_is_raised() -> None:
+    def work() -> None:
+        with Transaction() as step:
+            step.compute()
+            try:
+                press_ctrl_c()
+            except KeyboardInterrupt:
+                raise ZeroDivisionError("stopped") from None
+
+    with pytest.raises(ZeroDivisionError, match="stopped"):
+        work()
+
+
+def test_error_of_torchs_modes_that_no_ctrl_c_caused_is_raised() -> None:
+    def work() -> None:
+        with Transaction() as step:
+            step.compute()
+            _pop_mode()
+
+    with pytest.raises(RuntimeError, match="empty mode stack"):
+        work()
 
 
 def test_ctrl_c_strikes_while_computing_and_waits_while_committing() -> None:

@@ -5,6 +5,7 @@ Threads are here too: steps off the main thread, several at once, and other thre
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dis
 import gc
@@ -27,10 +28,14 @@ import torch
 import torch.nn.functional as F
 from step_twins import Setup, Snapshot, assert_right, assert_same, eager_step, mlp, sgd, snapshot, xy
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
 from takeback.compiler.capture import leaks
+from takeback.compiler.capture.reads import Reads
+from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.program import Phase
 from takeback.compiler.run import allocator
 from takeback.errors import CaptureError
@@ -538,6 +543,95 @@ def left_half_way(*args: Any) -> None:
     TorchDispatchMode().__enter__()
     torch.set_grad_enabled(False)
     press_ctrl_c()
+
+
+@pytest.mark.parametrize("modes", [0, 1])
+def test_ctrl_c_while_torch_has_taken_a_function_mode_off_is_raised_and_leaves_the_modes_as_they_were(
+    modes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch takes a mode off while it asks it, and puts it on again: between these two lines it is nowhere."""
+    take_off = torch.overrides._pop_mode
+    struck = []
+
+    def strike() -> TorchFunctionMode:
+        mode = take_off()
+        if not struck and isinstance(mode, Reads):
+            struck.append(mode)
+            press_ctrl_c()
+        return mode
+
+    course = Course(adamw, memory="keep")
+    monkeypatch.setattr(torch.overrides, "_pop_mode", strike)
+    with contextlib.ExitStack() as stack:
+        own = [stack.enter_context(BaseTorchFunctionMode()) for _ in range(modes)]
+        with pytest.raises(KeyboardInterrupt):
+            course.take()
+        assert struck
+        assert _get_current_function_mode_stack() == own
+    course.compile()
+    course.advance(3)
+
+
+def test_ctrl_c_while_a_trial_has_taken_the_recorder_off_is_raised_and_leaves_no_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    take_off = _python_dispatch._pop_mode
+    struck = []
+
+    def strike(key: Any = None) -> Any:
+        mode = take_off(key)
+        if not struck and isinstance(mode, Recorder) and sys._getframe(1).f_code.co_name != "__exit__":
+            struck.append(mode)
+            press_ctrl_c()
+        return mode
+
+    course = Course(adamw, memory="keep")
+    monkeypatch.setattr(_python_dispatch, "_pop_mode", strike)
+    with pytest.raises(KeyboardInterrupt):
+        course.take()
+    assert struck
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert _get_current_function_mode_stack() == []
+    course.compile()
+    course.advance(3)
+
+
+def test_takebacks_own_modes_are_left_without_a_complaint_where_torch_has_lost_them() -> None:
+    """Else an error takes the place of Ctrl-C, which capture may take for one of the user's code."""
+    recorder = Recorder({}, ())
+
+    def lose(mode: TorchFunctionMode | TorchDispatchMode, take_off: Callable[[], object]) -> None:
+        with mode:
+            take_off()
+            press_ctrl_c()
+
+    with BaseTorchFunctionMode() as own:
+        with pytest.raises(KeyboardInterrupt):
+            lose(Reads(recorder), torch.overrides._pop_mode)
+        assert _get_current_function_mode_stack() == [own]
+    with pytest.raises(KeyboardInterrupt):
+        lose(recorder, _python_dispatch._pop_mode)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_mode_that_the_loss_enters_and_never_leaves_stays_as_in_eager() -> None:
+    modes: list[TorchFunctionMode] = []
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if not modes:
+            modes.append(BaseTorchFunctionMode())
+            modes[0].__enter__()
+        return cross_entropy(model, x, y)
+
+    model = normed()
+    step = tb.compile_step(model, loss_fn, sgd(model), unplanned="eager")
+    try:
+        step(*xy(0))
+    finally:
+        left = _get_current_function_mode_stack()
+        while _get_current_function_mode_stack():
+            torch.overrides._pop_mode()
+    assert left == modes
 
 
 @pytest.mark.parametrize("when", ["compile", "record"])

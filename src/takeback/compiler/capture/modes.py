@@ -1,5 +1,5 @@
 """What is in force around a step and decides what its ops do: torch's global settings, and modes and hooks that the
-user has entered. `ambient()` is part of a plan's key.
+user has entered. `ambient()` is part of a plan's key. And how a mode of takeback's own is left, wherever it is.
 """
 
 from __future__ import annotations
@@ -7,9 +7,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from torch.overrides import _get_current_function_mode_stack  # checked on 2.11 and 2.13
+from torch import overrides
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # checked on 2.11 and 2.13
+from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext  # checked on 2.11 and 2.13
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
+from torch.utils._python_dispatch import (  # checked on 2.11 and 2.13
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 
 def ambient() -> Hashable:
@@ -41,6 +46,24 @@ def modes() -> tuple[object, ...]:
 def dispatch_mode() -> object | None:
     """A mode of the user's below autograd, which would see a replay's ops in place of eager's."""
     return next(iter(_get_current_dispatch_mode_stack()), None)
+
+
+def be_on_function_stack_(mode: TorchFunctionMode) -> None:
+    """Puts `mode` on top, before it is left: torch pops whatever is there. It takes a mode off while it asks it, and
+    Ctrl-C may strike before it has put it on again; then the one to be popped is none, or the user's."""
+    others: list[TorchFunctionMode] = []
+    if any(m is mode for m in _get_current_function_mode_stack()):
+        while (top := overrides._pop_mode()) is not mode:
+            others.append(top)
+    for other in reversed(others):
+        overrides._push_mode(other)
+    overrides._push_mode(mode)
+
+
+def be_on_dispatch_stack_(mode: TorchDispatchMode) -> None:
+    """The same for what `_disable_current_modes` takes off; others above it are left by whoever aborts the step."""
+    if not any(m is mode for m in _get_current_dispatch_mode_stack()):
+        _python_dispatch._push_mode(mode)
 
 
 def _saved_tensors_hooks() -> tuple[object, ...]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from takeback.compiler.capture.modes import be_on_function_stack_
 from takeback.compiler.capture.ran import pause_profile_
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.trial import Call, form_of, is_whole, needs_bytes, tensors_in
@@ -34,6 +35,10 @@ class Reads(TorchFunctionMode):
         self.found: list[tuple[str, torch.Size]] = []
         self._recorder = recorder
         self._proved: set[Hashable] = set()
+
+    def __exit__(self, *error: Any) -> None:
+        be_on_function_stack_(self)
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -19,6 +19,7 @@ from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
 from takeback.compiler.capture.known_values import known_value
+from takeback.compiler.capture.modes import be_on_dispatch_stack_
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.ran import Onlooker, pause_profile_
@@ -83,6 +84,10 @@ class Recorder(TorchDispatchMode):
         self._answers = iter(answers)
         self._took_ = took_
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
+
+    def __exit__(self, *error: Any) -> None:
+        be_on_dispatch_stack_(self)
+        super().__exit__(*error)
 
     # -- ops ---------------------------------------------------------------------------------------------------
 

@@ -1,24 +1,27 @@
 """A step is done or it is not: one `Transaction` for whatever runs a step (a recording, a replay, a comparison).
 
 In: what puts things back. Guaranteed: if anything is raised before `done`, Ctrl-C included, all of it is put back, and
-the grad mode and the dispatch modes are what they were; Ctrl-C strikes at once while the step only computes, and waits
-while it is committed or taken back. What the executor and the recorder save is their own matter; when it is put back is
+the grad mode and torch's modes are what they were; Ctrl-C strikes at once while the step only computes, and waits while
+it is committed or taken back. What the executor and the recorder save is their own matter; when it is put back is
 decided here.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import operator
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch  # checked on 2.11 and 2.13
+from torch import overrides
+from torch.utils import _device, _python_dispatch  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture.uncompiled import compiled_
 
@@ -28,10 +31,11 @@ class Gate:
     that what takes the step back is not interrupted in turn. While it is shut the interrupt is kept, and raised on
     leaving. Only the main thread receives signals, so elsewhere a gate does nothing."""
 
-    __slots__ = ("_pending", "_previous", "open")
+    __slots__ = ("_pending", "_previous", "open", "struck")
 
     def __init__(self) -> None:
         self.open = False
+        self.struck: BaseException | None = None  #: what Ctrl-C raised while the gate was open
         self._pending = False
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
 
@@ -48,7 +52,11 @@ class Gate:
             return
         self.open = False
         assert callable(self._previous)
-        self._previous(number, frame)
+        try:
+            self._previous(number, frame)
+        except BaseException as raised:
+            self.struck = raised
+            raise
 
     def _is_being_left(self, frame: FrameType | None) -> bool:
         """Whether this is inside of the transaction's `__exit__`: Python looks for signals when it enters a function,
@@ -83,24 +91,68 @@ def _is_clean_up(frame: FrameType | None) -> bool:
 
 
 class Modes:
-    """The dispatch modes that this thread is inside of, and torch.compile's stance: Ctrl-C may strike between any two
-    lines of the code that enters or leaves one, so that is not left to them."""
+    """The modes that this thread is inside of, and torch.compile's stance: Ctrl-C may strike between any two lines of
+    the code that enters or leaves one, or takes it off while it is asked, so that is not left to them."""
 
-    __slots__ = ("_count", "_flags")
+    __slots__ = ("_current_device", "_default_device", "_dispatch", "_flags", "_function")
 
     def __init__(self) -> None:
-        self._count = torch._C._len_torch_dispatch_stack()
+        self._dispatch = _python_dispatch._get_current_dispatch_mode_stack()
+        self._function = overrides._get_current_function_mode_stack()  # checked on 2.11 and 2.13
+        self._current_device = _device.CURRENT_DEVICE
+        self._default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # checked on 2.11 and 2.13
         self._flags = {name: value for name, value in vars(_python_dispatch).items() if name.startswith("_is_in_")}
 
-    def restore_(self) -> None:
-        """Leaves those that were entered since."""
-        while torch._C._len_torch_dispatch_stack() > self._count:
+    def restore_(self, *, aborted: bool) -> None:
+        """Leaves the dispatch modes that were entered since. After a step that is aborted all modes are what they were:
+        those that were lost are put on again, and what the step has entered, set_default_device too, is left."""
+        count = len(self._dispatch)
+        while torch._C._len_torch_dispatch_stack() > count:
             _python_dispatch._pop_mode(None)
+        if aborted:
+            self._put_back_()
         vars(_python_dispatch).update(self._flags)
         ignores = self._flags.get("_is_in_any_mode_without_ignore_compile_internals")
         if ignores is not None:
             _python_dispatch.set_is_in_mode_without_ignore_compile_internals(ignores)
         compiled_()
+
+    def _put_back_(self) -> None:
+        if not _are_same(_python_dispatch._get_current_dispatch_mode_stack(), self._dispatch):
+            while torch._C._len_torch_dispatch_stack():
+                _python_dispatch._pop_mode(None)
+            for dispatch_mode in self._dispatch:
+                _python_dispatch._push_mode(dispatch_mode)
+        if not _are_same(overrides._get_current_function_mode_stack(), self._function):
+            while torch._C._len_torch_function_stack():
+                overrides._pop_mode()
+            for function_mode in self._function:
+                overrides._push_mode(function_mode)
+        _device.CURRENT_DEVICE = self._current_device
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = self._default_device
+
+
+def _are_same(modes: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether they are the same objects, whatever they make of equality."""
+    return len(modes) == len(others) and all(map(operator.is_, modes, others))
+
+
+_MODES_OF_TORCH: frozenset[str | None] = frozenset(m.__file__ for m in (overrides, _device, _python_dispatch))
+
+
+def _stands_for(error: BaseException | None, interrupt: BaseException | None) -> bool:
+    """Whether `error` is only torch's complaint, raised while `interrupt` was on its way out, that a mode to be left is
+    gone."""
+    if error is None or interrupt is None or error is interrupt or error.__traceback__ is None:
+        return False
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace.tb_frame.f_code.co_filename not in _MODES_OF_TORCH:
+        return False
+    while error is not None and error is not interrupt:
+        error = error.__context__
+    return error is interrupt
 
 
 class Transaction:
@@ -155,9 +207,11 @@ class Transaction:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._gate.open = False
+        struck, self._gate.struck = self._gate.struck, None
         failures: list[BaseException] = []
         if self._modes is not None:
-            _run_all([self._modes.restore_], failures)  # before the others, which compute
+            restore_ = functools.partial(self._modes.restore_, aborted=error is not None)
+            _run_all([restore_], failures)  # before the others, which compute
         if error is not None:
             torch._C._set_grad_enabled(False)  # checked on 2.11 and 2.13
             _run_all(self._aborts, failures)
@@ -169,6 +223,8 @@ class Transaction:
         try:
             if failures:
                 raise failures[0]
+            if struck is not None and _stands_for(error, struck):
+                raise struck from None
         finally:
             self._gate.leave_()
 
