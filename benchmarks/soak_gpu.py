@@ -1,6 +1,6 @@
 """2,000 steps of GPT-2 in mode fast beside eager: loss curves within their own noise, and nothing grows.
 
-    python benchmarks/soak_gpu.py [--steps 2000] [--seeds 4] [--limit-s 300] [--json PATH]
+    python benchmarks/soak_gpu.py [--steps 2000] [--seeds 4] [--limit-s 480] [--json PATH]
     python benchmarks/soak_gpu.py --device cpu --tiny --steps 60 --seeds 2          # to try the script
 
 takeback and eager train the same weights on the same batches (bytes of Python's sources, 4 x 512), bf16 autocast,
@@ -11,14 +11,17 @@ Curves are means over a hundredth part of the way. How far the mean curve of tak
 what chance would give: with every other way to deal the same curves into two groups. Where more than nine in ten of
 these groupings are closer than the true one, the two differ.
 
-Exits with 1 if they do, if memory or objects have grown from the second quarter of the way to the last, or if the time
-was up before the last step.
+Exits with 1 if they do, if memory or objects have grown from the second quarter of the way to the last, if a training
+failed, or if the time was up before the last step. The results are written all the same, of the trainings and steps
+that there are: each training writes down after every part what it has, and what still runs at the limit is ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import functools
 import gc
 import itertools
 import json
@@ -28,7 +31,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,7 @@ PARTS = 100  #: of the way
 CHANCE = 0.1  #: at least so many groupings are as far apart
 MOST_MIB = {"device": 1.0, "host": 32.0}  #: that memory may have grown by; the host's pages come and go
 MOST_OBJECTS = 300
+GRACE_S = 15.0  #: before the limit no part is begun, so that the last one ends by itself
 SYSTEMS = ("takeback", "eager")
 _MIB = 2**20
 
@@ -88,7 +92,10 @@ class Grown:
 # -- one training, in a process of its own -----------------------------------------------------------------------------
 
 
-def train(system: str, seed: int, device: str, tiny: bool, steps: int, limit_s: float) -> dict[str, Any]:
+def train(
+    system: str, seed: int, device: str, tiny: bool, steps: int, until: float, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """`write` is given what is known after each part; none is begun when the clock (time.time) shows `until`."""
     began = time.perf_counter()
     rows, length = (2, 32) if tiny else (4, 512)
     drawn = itertools.islice(zoo.byte_batches(rows, length, 0), steps)
@@ -100,25 +107,25 @@ def train(system: str, seed: int, device: str, tiny: bool, steps: int, limit_s: 
     step = tb.compile_step(model, loss_fn, optimizer, mode="fast") if system == "takeback" else _eager(model, optimizer)
     losses = torch.zeros(steps, device=device)
     part, done, grown = max(1, steps // PARTS), 0, Grown()
-    while done < steps and time.perf_counter() - began < limit_s:
+    while done < steps and time.time() < until:
         for i in range(done, min(steps, done + part)):
             torch.manual_seed(1_000_003 * seed + i)
             losses[i] = step(*batches[i])
         done = min(steps, done + part)
         wait(device)
         grown.measure(device)
-    found: dict[str, Any] = {
-        "system": system,
-        "seed": seed,
-        "steps": done,
-        "seconds": round(time.perf_counter() - began, 1),
-        "growth": grown.growth(),
-        "curve": [round(float(p.mean()), 4) for p in losses[:done].split(part)],
-    }
-    if isinstance(step, tb.CompiledStep):
-        found |= {"plans made": step._plans.made, "replays": step._replays, "steps in eager": step.counts.plain}
-        found["graph"] = step._plans[0].executor.graph
-    return found
+        found: dict[str, Any] = {
+            "system": system,
+            "seed": seed,
+            "steps": done,
+            "seconds": round(time.perf_counter() - began, 1),
+            "growth": grown.growth(),
+            "curve": [round(float(p.mean()), 4) for p in losses[:done].split(part)],
+        }
+        if isinstance(step, tb.CompiledStep):
+            found |= {"plans made": step._plans.made, "replays": step._replays, "steps in eager": step.counts.plain}
+            found["graph"] = step._plans[0].executor.graph if len(step._plans) else None
+        write(found)
 
 
 def _eager(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor], Tensor]:
@@ -152,43 +159,95 @@ def by_chance(curves: Sequence[Sequence[float]], first: int) -> tuple[float, flo
     return true, sum(d >= true * (1 - 1e-9) for d in all_of_them) / len(all_of_them)
 
 
+@dataclass(frozen=True)
+class Training:
+    """What one of the processes left behind: `found` is the last that it wrote, None if it wrote nothing."""
+
+    name: str
+    found: dict[str, Any] | None
+    failed: str | None  #: why it did not end by itself, or not well
+
+
+def run_all(commands: Mapping[str, Sequence[str]], until: float, folder: Path) -> list[Training]:
+    """Runs them at once; each is told, as its last word, where to write. What still runs when the clock shows `until`
+    is ended."""
+    started = {}
+    try:
+        for name, words in commands.items():
+            with (folder / f"{name}.err").open("w") as said:
+                started[name] = subprocess.Popen([*words, str(folder / f"{name}.json")], stderr=said)
+        for process in started.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.time()))
+        late = {name for name, process in started.items() if process.poll() is None}
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+    made = []
+    for name, process in started.items():
+        out, said = folder / f"{name}.json", (folder / f"{name}.err").read_text().strip()
+        why = f"it ended with {process.returncode}: {said[-2000:]}" if process.returncode else None
+        found = json.loads(out.read_text()) if out.exists() else None
+        made.append(Training(name, found, "it was ended, for the time was up" if name in late else why))
+    return made
+
+
 def soak(asked: argparse.Namespace) -> dict[str, Any]:
+    ends = time.time() + asked.limit_s
+    commands = {}
+    for system, seed in itertools.product(SYSTEMS, range(asked.seeds)):
+        words = ["--child", system, str(seed), "--device", asked.device, "--steps", str(asked.steps)]
+        words += ["--until", str(ends - GRACE_S), *(["--tiny"] if asked.tiny else []), "--json"]
+        commands[f"{system}-{seed}"] = [sys.executable, __file__, *words]
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for system, seed in itertools.product(SYSTEMS, range(asked.seeds)):
-            out = Path(folder) / f"{system}-{seed}.json"
-            words = ["--child", system, str(seed), "--device", asked.device, "--steps", str(asked.steps)]
-            words += ["--limit-s", str(asked.limit_s), "--json", str(out), *(["--tiny"] if asked.tiny else [])]
-            started.append((subprocess.Popen([sys.executable, __file__, *words]), out))
-        for process, _ in started:
-            if process.wait():
-                raise SystemExit(f"a training ended with {process.returncode}")
-        made = [json.loads(out.read_text()) for _, out in started]
+        trainings = run_all(commands, ends, Path(folder))
+    return {"rows and length": [2, 32] if asked.tiny else [4, 512], "of": asked.steps, **compared(trainings)}
+
+
+def compared(trainings: Sequence[Training]) -> dict[str, Any]:
+    """The curves as far as all go of which there is one; without a curve of each system there is nothing to compare."""
+    made = [each.found for each in trainings if each.found is not None]
+    failed = {each.name: each.failed for each in trainings if each.failed is not None}
+    curves = {system: [e["curve"] for e in made if e["system"] == system] for system in SYSTEMS}
+    found: dict[str, Any] = {
+        "steps": min((each["steps"] for each in made), default=0),
+        "failed": failed,
+        "trainings": made,
+    }
+    if not all(curves.values()):
+        return found
     parts = min(len(each["curve"]) for each in made)
-    curves = [each["curve"][:parts] for each in made]
-    far, chance = by_chance(curves, asked.seeds)
-    return {
-        "rows and length": [2, 32] if asked.tiny else [4, 512],
-        "steps": min(each["steps"] for each in made),
-        "of": asked.steps,
+    ours, eagers = ([curve[:parts] for curve in curves[system]] for system in SYSTEMS)
+    far, chance = by_chance([*ours, *eagers], len(ours))
+    return found | {
         "distance from eager": round(far, 5),
         "groupings of the same curves that are as far apart": round(chance, 3),
-        "last tenth": {
-            system: [
-                round(statistics.fmean(e["curve"][parts - parts // 10 :]), 4) for e in made if e["system"] == system
-            ]
-            for system in SYSTEMS
+        "distance of two curves": {
+            "takeback and eager": _middle(itertools.product(ours, eagers)),
+            "two of eager": _middle(itertools.combinations(eagers, 2)),
         },
-        "trainings": made,
+        "last tenth": {
+            system: [round(statistics.fmean(curve[-max(1, parts // 10) :]), 4) for curve in group]
+            for system, group in zip(SYSTEMS, (ours, eagers), strict=True)
+        },
     }
 
 
+def _middle(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> float | None:
+    """The median distance; None of no pairs."""
+    found = [distance([one], [other]) for one, other in pairs]
+    return round(statistics.median(found), 5) if found else None
+
+
 def problems(found: dict[str, Any]) -> list[str]:
-    said = []
+    said = [f"{name}: {why}" for name, why in found["failed"].items()]
     if found["steps"] < found["of"]:
-        said.append(f"the time was up after {found['steps']} steps")
-    chance = found["groupings of the same curves that are as far apart"]
-    if chance < CHANCE:
+        said.append(f"a training has made {found['steps']} of {found['of']} steps")
+    chance = found.get("groupings of the same curves that are as far apart")
+    if chance is None:
+        said.append("there is nothing to compare")
+    elif chance < CHANCE:
         said.append(f"the losses differ from eager's: only {chance:.3f} of all groupings are as far apart")
     for each in (each for each in found["trainings"] if each["system"] == "takeback"):
         for name, limit in {**{f"{k} MiB": v for k, v in MOST_MIB.items()}, "objects": MOST_OBJECTS}.items():
@@ -199,21 +258,29 @@ def problems(found: dict[str, Any]) -> list[str]:
     return said
 
 
+def _write_whole(path: Path, found: dict[str, Any]) -> None:
+    """Who reads it finds all of it, or what was there before."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(found))
+    beside.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=4, help="trainings of each system")
-    parser.add_argument("--limit-s", type=float, default=300, help="no part is begun after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=480, help="what still runs after so many seconds is ended")
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--child", nargs=2, metavar=("SYSTEM", "SEED"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     if asked.child:
         system, seed = asked.child
-        found = train(system, int(seed), asked.device, asked.tiny, asked.steps, asked.limit_s)
-        asked.json.write_text(json.dumps(found))
+        write = functools.partial(_write_whole, asked.json)
+        train(system, int(seed), asked.device, asked.tiny, asked.steps, asked.until, write)
         return 0
     found = {"date": datetime.date.today().isoformat(), "machine": machine(asked.device), **soak(asked)}
     said = problems(found)

@@ -72,11 +72,15 @@ torch {torch}, Python {python}, {device}, {threads} threads, {seconds} s.
 _GPU = """## Trainings on a GPU
 
 {steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast and in eager, on the same batches from the same weights,
-each with {seeds} seeds for dropout. The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a
-hundredth part of the way); of all ways to deal the {curves} curves into two groups, {chance:.0%} are as far apart
-or further. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. Most growth from the second quarter
-to the last: {growth}. `benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
+each with several seeds for dropout ({seeds} trainings in mode fast, {eagers} in eager). {curves}Most growth of a
+training in mode fast, from the second quarter to the last: {growth}. {problems}
+`benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
 """
+
+_CURVES = """The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a hundredth part of the
+way); of all ways to deal the {count} curves into two groups, {chance:.0%} are as far apart or further, and less than
+{least:.0%} would count as a difference. The median distance of a curve of mode fast from one of eager's is
+{between:.4f}, of two of eager's {among}. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. """
 
 
 def samples(found: Mapping[str, Any]) -> str:
@@ -181,18 +185,33 @@ def big(found: Mapping[str, Any]) -> str:
 
 def gpu(found: Mapping[str, Any]) -> str:
     ours = [each for each in found["trainings"] if each["system"] == "takeback"]
-    growth = {name: max(each["growth"][name] for each in ours) for name in ours[0]["growth"]}
-    last = {system: ", ".join(f"{loss:.3f}" for loss in losses) for system, losses in found["last tenth"].items()}
+    names = ours[0]["growth"] if ours else ()
+    growth = {name: max(each["growth"][name] for each in ours) for name in names}
+    problems = "; ".join(problem.partition("\n")[0] for problem in found["problems"])
     return _GPU.format(
         steps=found["steps"],
         shape=" x ".join(map(str, found["rows and length"])),
         seeds=len(ours),
-        curves=len(found["trainings"]),
-        ours=found["distance from eager"],
-        chance=found["groupings of the same curves that are as far apart"],
-        last_ours=last["takeback"],
-        last_eager=last["eager"],
-        growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()),
+        eagers=len(found["trainings"]) - len(ours),
+        curves=_curves(found) if "distance from eager" in found else "",
+        growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()) or "not known",
+        problems=f"**What went wrong: {problems}.**" if problems else "All trainings came to their end.",
         date=found["date"],
         **{k: found["machine"][k] for k in ("torch", "device")},
+    )
+
+
+def _curves(found: Mapping[str, Any]) -> str:
+    last = {system: ", ".join(f"{loss:.3f}" for loss in losses) for system, losses in found["last tenth"].items()}
+    pairs = found["distance of two curves"]
+    among = pairs["two of eager"]
+    return _CURVES.format(
+        ours=found["distance from eager"],
+        count=len(found["trainings"]),
+        chance=found["groupings of the same curves that are as far apart"],
+        least=0.1,
+        between=pairs["takeback and eager"],
+        among="not known" if among is None else f"{among:.4f}",
+        last_ours=last["takeback"],
+        last_eager=last["eager"],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,7 @@ def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.Mon
     fine = {
         "steps": 20,
         "of": 20,
+        "failed": {},
         "groupings of the same curves that are as far apart": 0.4,
         "trainings": [ours | {"growth": {"device MiB": 0.0, "host MiB": 3.0, "objects": 2}}],
     }
@@ -93,6 +96,12 @@ def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.Mon
     bad = {"steps": 10, "groupings of the same curves that are as far apart": 0.03}
     bad |= {"trainings": [ours | {"growth": growth, "plans made": 2}]}
     assert len(soak_gpu.problems(fine | bad)) == 6
+    nothing = {"steps": 0, "of": 20, "failed": {"takeback-0": "it ended with 1"}, "trainings": []}
+    assert soak_gpu.problems(nothing) == [
+        "takeback-0: it ended with 1",
+        "a training has made 0 of 20 steps",
+        "there is nothing to compare",
+    ]
     assert soak_gpu.distance([[1.0, 2.0]], [[1.0, 1.0], [1.0, 3.0]]) == 0.0
     assert soak_gpu.distance([[1.0, 2.0]], [[2.0, 3.0]]) == 1.0
     apart = [[1.0], [1.1], [1.2], [2.0], [2.1], [2.2]]
@@ -101,6 +110,80 @@ def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.Mon
         2 / 20,
     )  # also the other way round
     assert soak_gpu.by_chance([[1.0], [2.0], [1.1], [1.9]], 2)[1] == 1.0
+
+
+def test_trainings_that_fail_or_hang_cost_only_themselves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import soak_gpu
+
+    def child(system: str, seed: int, then: str, curve: list[float]) -> list[str]:
+        found = {"system": system, "seed": seed, "steps": 10 * len(curve), "curve": curve, "growth": {}}
+        text = f"import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text({json.dumps(found)!r}); {then}"
+        return [sys.executable, "-c", text]
+
+    commands = {
+        "takeback-0": child("takeback", 0, "pass", [3.0, 2.0]),
+        "takeback-1": child("takeback", 1, "time.sleep(600)", [3.0]),
+        "takeback-2": [sys.executable, "-c", "raise SystemExit('no room')"],
+        "eager-0": child("eager", 0, "pass", [3.0, 2.0]),
+        "eager-1": child("eager", 1, "pass", [3.5, 2.0]),
+    }
+    trainings = soak_gpu.run_all(commands, time.time() + 5, tmp_path)
+    found = soak_gpu.compared(trainings)
+    assert set(found["failed"]) == {"takeback-1", "takeback-2"}
+    assert "time was up" in found["failed"]["takeback-1"]
+    assert "ended with 1: no room" in found["failed"]["takeback-2"]
+    assert (found["steps"], len(found["trainings"])) == (10, 4)
+    assert found["distance of two curves"] == {"takeback and eager": 0.25, "two of eager": 0.5}
+    assert found["last tenth"] == {"takeback": [3.0, 3.0], "eager": [3.0, 3.5]}
+    assert "distance from eager" not in soak_gpu.compared(trainings[:3])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_page_tells_of_trainings_on_a_gpu_where_there_are_results(
+    failed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import soak_gpu
+    import trust
+
+    curves = {"takeback": [[4.0, 3.0], [4.2, 3.0]], "eager": [[4.1, 3.0], [4.0, 3.1]]}
+    growth = {"device MiB": 0.0, "host MiB": 1.5, "objects": 3}
+    trainings = [
+        soak_gpu.Training(
+            f"{system}-{seed}",
+            {"system": system, "seed": seed, "steps": 2000, "curve": curve, "growth": growth, "plans made": 1},
+            None,
+        )
+        for system, group in curves.items()
+        for seed, curve in enumerate(group)
+    ]
+    if failed:
+        trainings = [soak_gpu.Training("takeback-0", None, "it ended with 1: a\nlong story"), *trainings[2:]]
+    found = {"date": "2026-01-02", "machine": {"torch": "9.9", "device": "a GPU"}, "rows and length": [4, 512]}
+    found |= {"of": 2000, **soak_gpu.compared(trainings)}
+    monkeypatch.setattr(trust, "RESULTS", tmp_path)
+    assert "## Trainings on a GPU" not in trust.page()
+    (tmp_path / "soak-gpu.json").write_text(json.dumps(found | {"problems": soak_gpu.problems(found)}))
+    page = trust.page()
+    assert "## Trainings on a GPU" in page
+    assert "2026-01-02, torch 9.9, a GPU." in page
+    if failed:
+        assert "**What went wrong: takeback-0: it ended with 1: a; there is nothing to compare.**" in page
+        assert "long story" not in page
+    else:
+        assert "2 trainings in mode fast, 2 in eager" in page
+        assert "+1.5 host MiB, +3 objects" in page
+        assert "All trainings came to their end." in page
+
+
+def test_trainings_on_a_gpu_were_within_their_noise_and_did_not_grow() -> None:
+    file = RESULTS / "soak-gpu.json"
+    if not file.exists():
+        pytest.skip("benchmarks/soak_gpu.py has not been run on a GPU")
+    found = json.loads(file.read_text())
+    assert found["problems"] == []
+    assert found["steps"] >= 2000
 
 
 @pytest.mark.slow
