@@ -13,7 +13,10 @@ _SAMPLES = """## PyTorch's own samples
 Every differentiable operator of `torch.testing`'s `op_db` and every module of its `module_db`, on the CPU in float32:
 {steps} steps of SGD on values that change, one recorded and the others replayed, beside eager. "equal": losses,
 parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in float64 than
-twice what eager is, plus {near:g} of the change. A sample of which eager itself makes no step counts as refused.
+twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor itself (where a loss
+is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run in float64, draw other
+random numbers there, or have losses more than 1e-2 from eager's, eager is the measure. A sample of which eager itself
+makes no step counts as refused.
 
 | samples | memory | clusters run with | subjects | {heads} |
 |---|---|---|--:|{lines}
@@ -35,16 +38,22 @@ Why samples were refused, in mode exact:
 _MODELS = """## Models of transformers
 
 Every architecture of transformers {transformers} that can be built tiny and trained by eager, 4 steps, without
-downloads: [the whole table](models.md). "as advised": refused as it comes, and right with the setting that the table
-names, which was tried. Rows are of several runs; a model that was late on a busy machine keeps the row it had.
+downloads: [the whole table](models.md). "near" (in mode fast): {near}.
+"as advised": refused as it comes, and right with the setting that the table names, which was tried. Rows
+are of several runs; a model that was late on a busy machine keeps the row it had.
 
 | mode | models | {heads} | refused | refused as they come |
 |---|--:|{lines}--:|--:|
 {rows}
 
 The last column adds up "as advised" and "refused".
-`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}, {device}.
+`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}, {device}.{note}
 """
+
+NEAR_MODELS = (
+    "every loss within 1e-4 of eager's, plus 1e-6, and every tensor within 1e-4 of its change, plus 1e-5 of the change "
+    "of all and 1e-6 of itself"
+)
 
 _FUZZ = """## Random programs
 
@@ -53,10 +62,12 @@ writes in place, other dtypes on the way, dropout, checkpoints, empty parts, sha
 that are replaced), batches of six layouts whose row counts change from step to step, zero and one among them, three
 optimizers or two at once, `memory=` "auto", "min" or "keep", with and without poison, early updates, clipping,
 microbatches, `update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is
-trained beside eager in both modes; mode fast with eager's kernels in its clusters. {traced}
+trained beside eager in both modes; mode fast with eager's kernels in its clusters. "near" (in mode fast): every
+result, parameter, buffer and state of an optimizer is within 1e-3 of eager's, by norms, plus 1e-6; within 3e-2 where
+something is computed in bfloat16. "further off": in mode fast, and told below. {traced}
 
-| mode | programs | equal | near | refused | wrong |
-|---|--:|--:|--:|--:|--:|
+| mode | programs | equal | near | further off | refused | wrong |
+|---|--:|--:|--:|--:|--:|--:|
 {rows}
 
 `tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes.{note}
@@ -74,7 +85,7 @@ _GPU = """## Trainings on a GPU
 {steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast and in eager, on the same batches from the same weights,
 each with several seeds for dropout ({seeds} trainings in mode fast, {eagers} in eager). {curves}Most growth of a
 training in mode fast, from the second quarter to the last: {growth}. {problems}
-`benchmarks/soak_gpu.py`, {date}, torch {torch}, {device}.
+`benchmarks/soak_gpu.py`, {date}, torch {torch}, Python {python}, {device}.
 """
 
 _CURVES = """The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a hundredth part of the
@@ -146,6 +157,8 @@ def models(found: Mapping[str, Mapping[str, Any]]) -> str:
     machine = next(iter(found.values()))["machine"]
     return _MODELS.format(
         date=max(run["date"] for run in found.values()),
+        near=NEAR_MODELS,
+        note="".join(f"\n{run['note']}" for run in found.values() if "note" in run),
         heads=" | ".join(shown),
         lines="--:|" * len(shown),
         rows="\n".join(rows),
@@ -158,14 +171,15 @@ def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
     wrong = len(found["wrong"])
     rows = [
         f"| {mode} | {sum(counts.values()):,} | "
-        f"{' | '.join(f'{counts.get(o, 0):,}' for o in ('equal', 'near', 'refused'))} | {wrong} |"
+        f"{' | '.join(f'{counts.get(o, 0):,}' for o in ('equal', 'near', 'further off', 'refused'))} | {wrong} |"
         for mode, counts in found["counts"].items()
     ]
     named = ("instructions", "seed", "date", "torch", "python", "minutes")
     note = f"\n{found['note']}" if "note" in found else ""
     also = (
-        f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters: of these kernels "
-        f"{len(traced['given up']) or 'none'} was further from double precision than it may be (seeds from "
+        f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters; there each kernel "
+        f"is compared with double precision, and what the training leaves is not compared with eager's. Of these "
+        f"kernels {len(traced['given up']) or 'none'} was further from double precision than it may be (seeds from "
         f"{traced['seed']} on, {traced['date']}, {traced['minutes']} minutes){traced.get('note', '.')}"
     )
     return _FUZZ.format(rows="\n".join(rows), note=note, traced=also, **{k: found[k] for k in named})
@@ -197,7 +211,7 @@ def gpu(found: Mapping[str, Any]) -> str:
         growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()) or "not known",
         problems=f"**What went wrong: {problems}.**" if problems else "All trainings came to their end.",
         date=found["date"],
-        **{k: found["machine"][k] for k in ("torch", "device")},
+        **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
 
 

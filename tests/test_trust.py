@@ -60,6 +60,10 @@ def test_no_random_program_was_wrong() -> None:
         found = json.loads((RESULTS / f"{name}.json").read_text())
         assert found["wrong"] == []
         assert found["programs"] > 500
+        further = {mode: counts["further off"] for mode, counts in found["counts"].items() if "further off" in counts}
+        assert further.keys() <= {"fast"}
+        assert sum(further.values()) < 1e-3 * found["programs"]
+        assert not further or "further off" in found["note"]
 
 
 def test_training_in_mode_fast_neither_drifted_nor_grew() -> None:
@@ -160,14 +164,18 @@ def test_page_tells_of_trainings_on_a_gpu_where_there_are_results(
     ]
     if failed:
         trainings = [soak_gpu.Training("takeback-0", None, "it ended with 1: a\nlong story"), *trainings[2:]]
-    found = {"date": "2026-01-02", "machine": {"torch": "9.9", "device": "a GPU"}, "rows and length": [4, 512]}
+    found = {
+        "date": "2026-01-02",
+        "machine": {"torch": "9.9", "python": "3.99", "device": "a GPU"},
+        "rows and length": [4, 512],
+    }
     found |= {"of": 2000, **soak_gpu.compared(trainings)}
     monkeypatch.setattr(trust, "RESULTS", tmp_path)
     assert "## Trainings on a GPU" not in trust.page()
     (tmp_path / "soak-gpu.json").write_text(json.dumps(found | {"problems": soak_gpu.problems(found)}))
     page = trust.page()
     assert "## Trainings on a GPU" in page
-    assert "2026-01-02, torch 9.9, a GPU." in page
+    assert "2026-01-02, torch 9.9, Python 3.99, a GPU." in page
     if failed:
         assert "**What went wrong: takeback-0: it ended with 1: a; there is nothing to compare.**" in page
         assert "long story" not in page
