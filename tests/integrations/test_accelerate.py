@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes ar
 from accelerate_twins import build, forget, loss_fn, train_both
 from ranks import FINE, run_ranks
 
+from harness import assert_same
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.accelerate import compile_step
 
@@ -79,6 +80,61 @@ def test_sharded_parameters_are_refused(kind: str) -> None:
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(name=kind))
     with pytest.raises(CaptureError, match=f"of type {kind}.*alone or with DDP"):
         compile_step(accelerator, model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"mixed_precision": "fp8"}, "history of scales.*'bf16'"),
+        ({"comm_hook": "fp16"}, "have a comm_hook or.*leave these out"),
+        ({"broadcast_buffers": False}, "have a comm_hook or.*leave these out"),
+    ],
+)
+def test_what_an_accelerator_asks_for_in_vain_is_refused(differs: dict[str, Any], message: str) -> None:
+    model = build()
+    said = {"mixed_precision": "no", "comm_hook": "no", "broadcast_buffers": True} | differs
+    accelerator = SimpleNamespace(
+        distributed_type=SimpleNamespace(name="MULTI_CPU"),
+        mixed_precision=said["mixed_precision"],
+        num_processes=2,
+        ddp_handler=accelerate.DistributedDataParallelKwargs(
+            comm_hook=accelerate.utils.DDPCommunicationHookType(said["comm_hook"]),
+            broadcast_buffers=said["broadcast_buffers"],
+        ),
+    )
+    with pytest.raises(CaptureError, match=message):
+        compile_step(accelerator, model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_accelerator_comes_first() -> None:
+    model = build()
+    with pytest.raises(OptionError, match="a Sequential and not an Accelerator"):
+        compile_step(model, accelerate.Accelerator(cpu=True), loss_fn, None)  # type: ignore[arg-type]
+
+
+def by_hand(compiled: bool) -> dict[str, Any]:
+    """Two microbatches for each update, without accumulate()."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(0)
+    bare = build()
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
+    step = compile_step(accelerator, model, loss_fn, optimizer, memory="keep") if compiled else None
+    torch.manual_seed(1)
+    for i in range(6):
+        x, y = torch.randn(8, 6), torch.randint(4, (8,))
+        if step is not None:
+            step(x, y, update=i % 2 == 1)
+            continue
+        accelerator.backward(loss_fn(model, x, y)[0])
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    forget()
+    return dict(bare.state_dict())
+
+
+def test_a_loop_without_accumulate_says_which_microbatch_is_the_last() -> None:
+    assert_same(by_hand(True), by_hand(False))
 
 
 def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:

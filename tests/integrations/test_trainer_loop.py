@@ -131,6 +131,58 @@ def test_an_optimizer_and_a_scheduler_may_be_given(tmp_path: Path) -> None:
     assert_trained(trained[1])
 
 
+def own_optimizer(kind: type[Trainer]) -> type[Trainer]:
+    """Makes both itself, without a word to Trainer: as its documentation has it."""
+
+    class Own(kind):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            if self.optimizer is None:
+                groups = [
+                    {"params": [*self.model.lm_head.parameters()], "lr": 1e-3},
+                    {"params": [*self.model.model.parameters()]},
+                ]
+                self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            if self.lr_scheduler is None:
+                rates = [group["lr"] for group in self.optimizer.param_groups]
+                self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                    self.optimizer, rates, total_steps=num_training_steps
+                )
+            return self.lr_scheduler
+
+    return Own
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow)])
+def test_a_trainer_may_make_its_optimizer_without_super(microbatches: int, tmp_path: Path) -> None:
+    kinds = (own_optimizer(Trainer), own_optimizer(TakebackTrainer))
+    case = {"gradient_accumulation_steps": microbatches, "max_steps": 4}
+    theirs, ours = both(tmp_path, kinds=kinds, **case)
+    assert_same(theirs, ours)
+    assert_trained(ours)
+    assert ours.optimizer.optimizer.state  # the update is the compiled step's, on this optimizer
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow)])
+def test_an_optimizer_that_is_put_in_the_place_of_the_steps_is_refused(microbatches: int, tmp_path: Path) -> None:
+    """Its step() would find no gradients, or make an update that the step knows nothing of."""
+
+    class Replacing(TrainerCallback):
+        trainer: Any = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.trainer.optimizer = torch.optim.SGD(self.trainer.model.parameters(), lr=0.1)
+
+    replacing = Replacing()
+    case = {"max_steps": 2, "gradient_accumulation_steps": microbatches}
+    ours = trainer(TakebackTrainer, tmp_path, given=lambda: {"callbacks": [replacing]}, **case)
+    replacing.trainer = ours
+    with pytest.raises(CaptureError, match=r"trainer\.optimizer is a SGD.*create_optimizer\(\)"):
+        ours.train()
+
+
 @slow
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_losses_that_are_not_finite_are_logged_as_in_trainer(microbatches: int, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def made(folder: Path, model: nn.Module | None = None, **options: Any) -> Takeba
         ({"set_": {"fsdp": ["full_shard"]}}, "fsdp=", "memory='min'"),
         ({"set_": {"parallelism_config": object()}}, "parallelism_config=", "transformers.Trainer"),
         ({"set_": {"torch_compile": True}}, "torch_compile=True", "Leave it out"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True", "Leave it out"),
         ({"set_": {"_n_gpu": 2}}, "2 GPUs in one process", "torchrun"),
         ({"optim": "lomo"}, "optim='lomo'", "'update': 'early'"),
         ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise'", "'update': 'early'"),

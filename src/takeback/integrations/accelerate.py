@@ -50,17 +50,23 @@ class AcceleratedStep:
     """Called with a batch, inside of `accelerator.accumulate(...)` or not: what loss_fn returns for it. `compiled` is
     the step itself, with its report and counts."""
 
-    def __init__(self, accelerator: Any, optimizer: Any, compiled: CompiledStep) -> None:
+    def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: Any, compiled: CompiledStep) -> None:
         self.compiled = compiled
-        self._accelerator, self._optimizer = accelerator, optimizer
+        self._accelerator, self._model, self._optimizer = accelerator, model, optimizer
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, update: bool | None = None, **kwargs: Any) -> Any:
+        """`update`: whether this microbatch is the last of its update, where no `accumulate()` says it."""
         accelerator = self._accelerator
-        last = accelerator.sync_gradients
+        if update is None and accelerator.sync_gradients and _holds_back(self._model):
+            raise CaptureError(
+                "the step was called inside of no_sync() and would make an update all the same. For a microbatch that "
+                "is not the last one say step(..., update=False), or use accelerator.accumulate(model)."
+            )
+        last = accelerator.sync_gradients if update is None else update
         scaler: Any = self.compiled.options.scaler
         before = scaler.get_scale() if scaler is not None and last else None
-        update = {} if last else {"update": False}
-        _, out = self.compiled(accelerator.gradient_accumulation_steps, *args, **kwargs, **update)
+        waits = {} if last else {"update": False}
+        _, out = self.compiled(accelerator.gradient_accumulation_steps, *args, **kwargs, **waits)
         if scaler is not None and before is not None:
             # What its own step() would have said to schedulers, and to who asks for optimizer_step_was_skipped.
             self._optimizer._is_overflow = scaler.get_scale() < before
@@ -75,19 +81,47 @@ class AcceleratedStep:
         return self.compiled.report()
 
 
-def compile_step(
-    accelerator: Any, model: torch.nn.Module, loss_fn: Callable[..., Any], optimizer: Any, **options: Any
-) -> AcceleratedStep:
-    """`model` and `optimizer` as `accelerator.prepare` gave them; `loss_fn(model, *batch)` gets the model inside of
-    DDP. `options` are those of `takeback.compile_step`, but for what the accelerator itself says."""
-    for name in options.keys() & _ACCELERATORS.keys():
-        raise OptionError(f"{name}= is the accelerator's to say: {_ACCELERATORS[name]}.")
+def _holds_back(model: torch.nn.Module) -> bool:
+    """Whether DDP is told not to average now."""
+    return isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync
+
+
+def _check(accelerator: Any) -> None:
+    """Raises for an accelerator whose training no compiled step can honour."""
+    if not hasattr(accelerator, "distributed_type"):
+        raise OptionError(
+            f"the first argument is a {type(accelerator).__name__} and not an Accelerator: "
+            f"compile_step(accelerator, model, loss_fn, optimizer)."
+        )
     kind = accelerator.distributed_type.name
     if kind not in _KINDS:
         raise CaptureError(
             f"the accelerator is of type {kind}, where parameters or updates belong to another library. A compiled "
             f"step trains on one device a process, alone or with DDP (MULTI_CPU, MULTI_GPU)."
         )
+    if accelerator.mixed_precision == "fp8":
+        raise CaptureError(
+            "the accelerator has mixed_precision='fp8': its layers keep a history of scales that a replay would not "
+            "write. Use mixed_precision='bf16'."
+        )
+    handler = accelerator.ddp_handler
+    if accelerator.num_processes > 1 and handler is not None:
+        hook = str(getattr(handler.comm_hook, "value", handler.comm_hook))
+        if hook != "no" or not handler.broadcast_buffers:
+            raise CaptureError(
+                "DistributedDataParallelKwargs have a comm_hook or broadcast_buffers=False. A compiled step averages "
+                "gradients over all ranks and sends rank 0's buffers: leave these out."
+            )
+
+
+def compile_step(
+    accelerator: Any, model: torch.nn.Module, loss_fn: Callable[..., Any], optimizer: Any, **options: Any
+) -> AcceleratedStep:
+    """`model` and `optimizer` as `accelerator.prepare` gave them; `loss_fn(model, *batch)` gets the model inside of
+    DDP. `options` are those of `takeback.compile_step`, but for what the accelerator itself says."""
+    _check(accelerator)
+    for name in options.keys() & _ACCELERATORS.keys():
+        raise OptionError(f"{name}= is the accelerator's to say: {_ACCELERATORS[name]}.")
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     compiled = compile_plain_step(
         inner,
@@ -97,4 +131,4 @@ def compile_step(
         group=torch.distributed.group.WORLD if accelerator.num_processes > 1 else None,
         **options,
     )
-    return AcceleratedStep(accelerator, optimizer, compiled)
+    return AcceleratedStep(accelerator, model, optimizer, compiled)

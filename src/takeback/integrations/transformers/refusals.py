@@ -36,7 +36,6 @@ _PAST_TORCH = "its kernels are launched past torch's dispatcher, where no record
 #: Arguments of TRL's configs.
 _OF_TRL = {
     "activation_offloading": "the plan says where activations live. Leave it out; memory='min' keeps the fewest",
-    "use_liger_kernel": _PAST_TORCH,
     "use_liger_loss": _PAST_TORCH,
     "use_adaptive_entropy": "its loss keeps a count over microbatches, which a replay has not. Give entropy_coef alone",
 }
@@ -142,6 +141,8 @@ def _refused(args: TrainingArguments) -> Iterator[tuple[str, str]]:
         )
     if args.torch_compile:
         yield "torch_compile=True", _COMPILED
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True", _PAST_TORCH
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in _IN_BACKWARD or optim.endswith("_layerwise"):
         yield (

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 
 from takeback.entry import compile_step
 from takeback.errors import CaptureError, OptionError
-from takeback.integrations.transformers.optimizer import innermost
+from takeback.integrations.transformers.optimizer import StepOptimizer, innermost
 from takeback.integrations.transformers.refusals import check_model, is_of_trl
 from takeback.integrations.transformers.telling import Telling, loss_alone, reading, tell_
 from takeback.step import CompiledStep
@@ -146,6 +146,12 @@ class Stepping:
 
     def _compiled(self, model: torch.nn.Module) -> tuple[CompiledStep, Manner]:
         trainer, args = self._trainer, self._trainer.args
+        if not isinstance(trainer.optimizer, StepOptimizer):
+            raise CaptureError(
+                f"trainer.optimizer is a {type(trainer.optimizer).__name__} that was put there after the training had "
+                f"begun, so the compiled step would not hear of its step(). Give it to the trainer as optimizers=, or "
+                f"make it in create_optimizer()."
+            )
         in_turn = self._waits()
         norm = args.max_grad_norm if args.max_grad_norm > 0 else float("inf")  # Trainer logs it all the same
         clips = not in_turn and self._options.get("update") != "early"

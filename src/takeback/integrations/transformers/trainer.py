@@ -50,15 +50,11 @@ class CompiledTrainer(Trainer):
             self.optimizer.train()
         return self._takeback.microbatch(model, self._prepare_inputs(inputs), num_items_in_batch)
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Trainer's, whose step() is the compiled one's update."""
-        made: torch.optim.Optimizer = super().create_optimizer(model)
-        if not isinstance(made, StepOptimizer):
-            self.optimizer: torch.optim.Optimizer = StepOptimizer(innermost(made), self._takeback.update)
-        return self.optimizer
-
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
-        """Not into DistributedDataParallel: the step averages gradients."""
+        """Not into DistributedDataParallel: the step averages gradients. By now the optimizer is made, by whomever, and
+        its step() becomes the compiled one's update."""
+        if training and self.optimizer is not None and not isinstance(self.optimizer, StepOptimizer):
+            self.optimizer: torch.optim.Optimizer = StepOptimizer(innermost(self.optimizer), self._takeback.update)
         wrapped: torch.nn.Module = super()._wrap_model(model, training, dataloader)
         if training and not getattr(wrapped, "_is_accelerate_prepared", False):
             self.accelerator.prepare_model(wrapped, evaluation_mode=True)  # autocast alone
