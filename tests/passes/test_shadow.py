@@ -17,13 +17,14 @@ from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.ownership.meaning import MeaningError, check_meaning
 from takeback.compiler.passes import PIPELINE, Draft, PassSettings, run_passes
 from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.cost import again_s
 from takeback.compiler.passes.draft import Choice, Rebuild
 from takeback.compiler.passes.gather import gather
 from takeback.compiler.passes.join import join
 from takeback.compiler.passes.partial import partial
 from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_gives
-from takeback.compiler.passes.recompute import Chooser, Within, planned_peak
+from takeback.compiler.passes.recompute import Again, Chooser, Keep, Remembered, Within, planned_peak
 from takeback.compiler.passes.shadow import shadow
 from takeback.compiler.passes.waiting import Headroom, no_higher
 from takeback.compiler.planning import plan_within, settings_for
@@ -326,3 +327,66 @@ def test_change_that_lifts_the_peak_is_offered_less_room_and_then_left() -> None
     last = draft.program.ops[-3:]
     assert [room.for_(last) for room in rooms] == sorted((room.for_(last) for room in rooms), reverse=True)
     assert not rooms[-1].for_(last), "less room is offered each time"
+
+
+def deep() -> Program:
+    """Six gated layers: as many values that come out of their backward."""
+    layers = nn.ModuleList(nn.Linear(16, 32) for _ in range(6)), nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def loss_fn(m: nn.ModuleList, x: Tensor) -> Tensor:
+        for up, down in zip(*m, strict=True):
+            gate, value = up(x).chunk(2, -1)
+            x = x + down(F.silu(gate) * value)
+        return x.square().mean()
+
+    return recorded(nn.ModuleList(layers), loss_fn, torch.ones(64, 16))
+
+
+def outline(draft: Draft) -> list[object]:
+    return [(names(op), op.inputs, op.outputs) for op in draft.program.ops]
+
+
+def test_what_comes_out_of_clusters_counts_against_the_share_that_may_be_spent() -> None:
+    program = deep()
+    before = until(program, shadow)
+    step_s = sum(map(seconds, before.program.ops))
+    whole = shadow(before)
+    spent = [again_s(whole.program.ops, whole.rebuilt, seconds) / step_s]
+    for part in (0.9, 0.5, 0.2, 0.0):
+        limited = checked(before, shadow(before, seconds=seconds, share=part * spent[0]))
+        spent.append(again_s(limited.program.ops, limited.rebuilt, seconds) / step_s)
+        assert spent[-1] <= part * spent[0]
+        plan = run_passes(program, settings=fast(goal=Within(part * spent[0])), stages=WHOLE_HEAD)
+        assert again_s(plan.program.ops, plan.rebuilt, seconds) <= part * spent[0] * step_s * (1 + 1e-9)
+    assert spent == sorted(spent, reverse=True)
+    assert len(set(spent)) == len(spent), "more may be spent, more is"
+
+
+def test_what_is_not_worth_its_time_is_kept() -> None:
+    before = until(deep(), shadow)
+    assert shadow(before, seconds=seconds, share=1.0, worth=0.01).rebuilt == shadow(before).rebuilt
+    assert shadow(before, seconds=seconds, share=1.0, worth=1e6).rebuilt == frozenset()
+
+
+def test_no_more_comes_out_of_clusters_than_a_target_needs() -> None:
+    before = until(deep(), shadow)
+    peaks = [planned_peak(shadow(before, count=n)) for n in range(len(shadow(before).rebuilt) + 1)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < peaks[0]
+    for room in {*peaks, peaks[0] + 1, peaks[-1] - 1}:
+        made = shadow(before, room_bytes=room)
+        assert len(made.rebuilt) == next((n for n, peak in enumerate(peaks) if peak <= room), len(peaks) - 1)
+
+
+def test_choice_of_an_earlier_process_is_found_again_with_what_comes_out_of_clusters() -> None:
+    """What is rebuilt are positions in a program that has as many of them."""
+    program = deep()
+    one = run_passes(program, settings=fast(goal=Within(0.02)), stages=WHOLE_HEAD)
+    assert one.chosen is not None
+    assert 0 < one.chosen.choice.shadows < len(shadow(until(program, shadow)).rebuilt)
+    assert one.planned_peak_bytes is not None
+    known = Remembered(one.chosen.choice, one.planned_peak_bytes, (), Keep())
+    again = run_passes(program, settings=fast(goal=known), stages=WHOLE_HEAD)
+    assert (outline(again), again.planned_peak_bytes) == (outline(one), one.planned_peak_bytes)
+    sibling = run_passes(program, settings=fast(goal=Again(one.chosen, Keep())), stages=WHOLE_HEAD)
+    assert outline(sibling) == outline(one)

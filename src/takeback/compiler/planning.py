@@ -1,7 +1,7 @@
 """From the setting of `memory` to a layout that keeps it: the passes are run for the goal that the setting stands for.
 
 "keep"     nothing is computed twice
-"auto"     the lowest peak for a share of the step's time that eager would have spent on its allocations
+"auto"     the lowest peak worth its time, for a share of the step that eager would have spent on its allocations
 "min"      the lowest peak there is
 "0.6x"     of eager's peak above what is resident anyway, with the least added time
 "12GiB"    for everything: parameters, optimizer state, batch and what the step needs, with the least added time
@@ -12,28 +12,32 @@ Planning decides, and runs nothing: it knows programs, passes and integers, not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from takeback.compiler.layout import Layout, lay_out, transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
+from takeback.compiler.passes.cost import again_s
 from takeback.compiler.passes.draft import Choice, Draft, Home
 from takeback.compiler.passes.pipeline import PassSettings, Watcher, run_passes
 from takeback.compiler.passes.postpone import postpone
 from takeback.compiler.passes.recompute import Again, Below, Chooser, Goal, Keep, Lowest, Progress, Remembered, Within
 from takeback.compiler.passes.reduce import Sharing
 from takeback.compiler.plan import PlacingOrder, Solution
-from takeback.compiler.program import BufferId, Cluster, Op, Program, Region, Scratch
+from takeback.compiler.plan.rebuild_solve import WORTH
+from takeback.compiler.program import BufferId, Cluster, Op, Program, Scratch
 from takeback.errors import MemoryTargetError
 from takeback.options import Options, memory_target
 
 #: Of the predicted step: what "auto" may spend on rebuilding. On the CPU a step without rebuilding takes 0.79 to 0.93
 #: of eager's time (benchmarks/results/cpu.json), because eager faults its memory in anew in every step.
 AUTO_SHARE = {"cpu": 0.055, "cuda": 0.02}
-#: The same of a step on generated kernels, which takes 0.4 to 0.8 of eager's time on a GPU.
-AUTO_SHARE_FAST = {"cpu": 0.055, "cuda": 0.04}
+#: The same of a step on generated kernels, which takes 0.4 to 0.8 of eager's time on a GPU. There a percent of the time
+#: must buy more of the peak: what is cheap is soon had, and who wants more asks for it.
+AUTO_SHARE_FAST = {"cpu": 0.055, "cuda": 0.045}
+AUTO_WORTH_FAST = {"cpu": WORTH, "cuda": 4.0}
 
 
 @dataclass(frozen=True)
@@ -92,26 +96,14 @@ class Planned:
 
     @functools.cached_property
     def added_s(self) -> float:
-        rebuilt = self.layout.draft.rebuilt
-        return sum(_share(op, rebuilt) * self.seconds(op) for op in self.layout.program.ops)
+        return again_s(self.layout.program.ops, self.layout.draft.rebuilt, self.seconds)
 
 
-def _share(op: Op, rebuilt: Collection[BufferId]) -> float:
-    """How much of an op is rebuilding: all, nothing, or of a cluster that makes other things too (passes/join.py), what
-    it writes for it."""
-    again = [r for r in op.outputs if r.buffer in rebuilt]
-    if not again or len(again) == len(op.outputs):
-        return float(bool(again))
-    return _moved(again) / max(1, _moved((*op.inputs, *op.outputs)))
-
-
-def _moved(regions: Iterable[Region]) -> int:
-    return sum(r.numel * r.dtype.itemsize for r in regions)
-
-
-def auto_share(device_type: str, options: Options) -> float:
-    """Of the predicted step: what "auto" may spend on rebuilding."""
-    return (AUTO_SHARE_FAST if options.is_fast(device_type) else AUTO_SHARE).get(device_type, 0.0)
+def auto_goal(device_type: str, options: Options) -> Within:
+    """What "auto" may spend on rebuilding."""
+    if not options.is_fast(device_type):
+        return Within(AUTO_SHARE.get(device_type, 0.0))
+    return Within(AUTO_SHARE_FAST.get(device_type, 0.0), AUTO_WORTH_FAST.get(device_type, WORTH))
 
 
 def settings_for(
@@ -129,7 +121,7 @@ def settings_for(
     goals: dict[str, Goal] = {
         "keep": Keep(),
         "min": Lowest(),
-        "auto": Within(auto_share(program.device_type, options)),
+        "auto": auto_goal(program.device_type, options),
     }
     return PassSettings(
         home=home,

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes.draft import Home
 from takeback.compiler.passes.pipeline import search_of
 from takeback.compiler.passes.rebuildable import stand_in
-from takeback.compiler.passes.recompute import LEVELS, Point
-from takeback.compiler.planning import auto_share, settings_for
+from takeback.compiler.passes.recompute import LEVELS, Lowest, Point
+from takeback.compiler.planning import auto_goal, settings_for
 from takeback.compiler.program import BufferId, Cluster, Op, Program
 from takeback.options import Options
 
@@ -99,10 +99,11 @@ def find_frontier(
     holds for the curve, and once more for what "auto" would choose."""
     say = progress or (lambda text: None)
     say("listing what could be rebuilt")
-    share = auto_share(program.device_type, options)
+    goal = auto_goal(program.device_type, options)
     told = settings_for(program, options, seconds, home=home, progress=lambda text: say(f"auto: {text}"))
-    auto = search_of(program, kept, told).lowest(share)
-    search = search_of(program, kept, settings_for(program, options, seconds, home=home, progress=say))
+    auto = search_of(program, kept, replace(told, goal=goal)).point(goal)
+    told = settings_for(program, options, seconds, home=home, progress=say)
+    search = search_of(program, kept, replace(told, goal=Lowest()))
     return build_frontier(
         search.frontier(levels),
         auto,
@@ -152,7 +153,7 @@ def build_frontier(
     for point in points:
         memory = "min" if point is points[-1] else ""
         one = tradeoff("keep" if not made else memory, point)
-        made.append(one if one.memory else dataclasses.replace(one, memory=_asked(one.share, made[-1].share)))
+        made.append(one if one.memory else replace(one, memory=_asked(one.share, made[-1].share)))
     chosen = tradeoff("auto", auto)
     same = [t for t in made if (t.peak_bytes, t.added_s) == (chosen.peak_bytes, chosen.added_s)]
     return Frontier(tuple(made), same[0] if same else chosen, resident_bytes + eager_bytes, resident_bytes)

@@ -37,7 +37,7 @@ _LEAST_SHARE = 0.0005  #: of the peak; smaller values are always carried
 _SHORT_GAP = 4  #: ops; over fewer a value is always carried
 _LONGEST_CHAIN = 16  #: units that one stop may rebuild
 _MOST_PAIRS = 1000  #: units over all stops; with more the chains are cut shorter
-_NS = 1_000_000_000
+NS = 1_000_000_000  #: in a second
 
 
 def candidates(draft: Draft, seconds: Callable[[Op], float]) -> RebuildProblem:
@@ -114,7 +114,7 @@ class _Candidates:
             chains,
             tuple(self._during()),
             tuple(self._before()),
-            sum(round(self._seconds(op) * _NS) for op in self._program.ops),
+            sum(round(self._seconds(op) * NS) for op in self._program.ops),
             dict(self._carries_alike(values)),
             dict(self._runs_alike()),
             dict(self._joined()),
@@ -164,7 +164,7 @@ class _Candidates:
             unit.ops,
             among(unit.reads),
             among(unit.gives),
-            round(unit.seconds * _NS),
+            round(unit.seconds * NS),
             sum(self._program.buffers[b].size_bytes for b in unit.gives if b not in self._values),
             unit.extra_bytes,
             None if overwritten is None else ValueId(overwritten),
@@ -272,7 +272,7 @@ class _Candidates:
                     whole = {r.buffer for part in parts for r in (*part.inputs, *part.outputs)}
                     sizes = self._program.buffers
                     share = sum(sizes[b].size_bytes for b in moved) / max(1, sum(sizes[b].size_bytes for b in whole))
-                    yield (UnitId(name), stop), round(min(share, 1.0) * unit.seconds * _NS)
+                    yield (UnitId(name), stop), round(min(share, 1.0) * unit.seconds * NS)
 
     # -- the memory besides the values ------------------------------------------------------------------------
 

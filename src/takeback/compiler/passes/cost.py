@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from takeback.compiler.ownership.facts import EMPTY
-from takeback.compiler.program import Argument, Cluster, Op, Region, Special
+from takeback.compiler.program import Argument, BufferId, Cluster, Op, Region, Special
 from takeback.compiler.schema import schema_of
 
 aten = torch.ops.aten
@@ -84,6 +84,20 @@ def seconds(op: Op, rates: Rates) -> float:
     return rates.op_s + time
 
 
+def again_s(ops: Iterable[Op], rebuilt: Collection[BufferId], seconds: Callable[[Op], float]) -> float:
+    """How much of the time of these ops goes into what is computed twice."""
+    return sum(share * seconds(op) for op in ops if (share := _again_share(op, rebuilt)))
+
+
+def _again_share(op: Op, rebuilt: Collection[BufferId]) -> float:
+    """How much of an op is rebuilding: all, nothing, or of a cluster that makes other things too (passes/join.py), what
+    it writes for it."""
+    again = [r for r in op.outputs if r.buffer in rebuilt]
+    if not again or len(again) == len(op.outputs):
+        return float(bool(again))
+    return sum(map(_bytes, again)) / max(1, sum(map(_bytes, (*op.inputs, *op.outputs))))
+
+
 def _in_groups(op: Op) -> float:
     """How many times more a convolution computes in half precision, whose units take channels eight by eight: the first
     one of a network has three."""
@@ -112,6 +126,8 @@ def operations(op: Op) -> int:
         return 0
     if target.namespace == "aten" and "_scaled_dot_product" in schema_of(target).name:
         return _attention(op)
+    if target is aten.convolution_backward.default and not op.args[7]:
+        return _convolution_backward(op)
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
@@ -119,6 +135,16 @@ def operations(op: Op) -> int:
     results = tuple(r.shape if isinstance(r, Region) else r for r in op.results)
     kwargs = {k: v.shape if isinstance(v, Region) else v for k, v in op.kwargs.items() if k != "out"}
     return int(formula(*args, **kwargs, out_val=results if len(results) > 1 else results[0]))
+
+
+def _convolution_backward(op: Op) -> int:
+    """Each of the two gradients takes what the forward did; torch's own formula forgets that channels may be in
+    groups. Transposed ones it knows."""
+    gradient, weight, wanted = op.args[0], op.args[2], op.args[10]
+    assert isinstance(gradient, Region)
+    assert isinstance(weight, Region)
+    assert isinstance(wanted, tuple)
+    return 2 * gradient.numel // max(1, weight.shape[0]) * weight.numel * (bool(wanted[0]) + bool(wanted[1]))
 
 
 def _attention(op: Op) -> int:

@@ -83,6 +83,9 @@ class Choice:
     """What to rebuild. What is not rebuilt is kept."""
 
     rebuilds: tuple[Rebuild, ...] = ()
+    shadows: int = (
+        0  #: how many values clusters of the backward make on their way (shadow.py): the first ones there are
+    )
 
 
 @dataclass(frozen=True)

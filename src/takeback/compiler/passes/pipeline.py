@@ -26,7 +26,17 @@ from takeback.compiler.passes.overwrite import overwrite
 from takeback.compiler.passes.pack import pack
 from takeback.compiler.passes.pool import pool
 from takeback.compiler.passes.postpone import postpone
-from takeback.compiler.passes.recompute import Chooser, Goal, Keep, Search, recompute
+from takeback.compiler.passes.recompute import (
+    Again,
+    Below,
+    Chooser,
+    Goal,
+    Keep,
+    Remembered,
+    Search,
+    Within,
+    recompute,
+)
 from takeback.compiler.passes.reduce import Sharing, reduce
 from takeback.compiler.passes.shadow import shadow
 from takeback.compiler.passes.unread import unread
@@ -119,6 +129,19 @@ def _idle_pack(settings: PassSettings) -> str | None:
     return "update='early': there is no moment at which all gradients are alive" if settings.early else None
 
 
+def _binds_shadow(settings: PassSettings) -> dict[str, object]:
+    goal = settings.goal
+    if isinstance(goal, Again | Remembered):
+        return {"count": (goal.chosen.choice if isinstance(goal, Again) else goal.choice).shadows}
+    assert settings.chooser is not None
+    return {
+        "seconds": settings.chooser.seconds,
+        "share": goal.share if isinstance(goal, Within) else None,
+        "worth": goal.worth if isinstance(goal, Within) else 0.0,
+        "room_bytes": goal.room_bytes if isinstance(goal, Below) else None,
+    }
+
+
 PIPELINE: tuple[Stage, ...] = (
     Stage(unread),
     Stage(functionalize),
@@ -131,7 +154,7 @@ PIPELINE: tuple[Stage, ...] = (
     Stage(advance, idle=_idle_advance),
     Stage(fuse, idle=_idle_fuse),
     Stage(gather, idle=_idle_fuse),
-    Stage(shadow, idle=_idle_postpone),
+    Stage(shadow, _binds_shadow, _idle_postpone),
     Stage(postpone, idle=_idle_postpone),
     Stage(
         recompute,

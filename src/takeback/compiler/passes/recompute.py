@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from takeback.compiler.passes.candidates import candidates, choice_of
+from takeback.compiler.passes.candidates import NS, candidates, choice_of
 from takeback.compiler.passes.choice import apply
+from takeback.compiler.passes.cost import again_s
 from takeback.compiler.passes.draft import Choice, Chosen, Draft, Rebuild
 from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_reads
@@ -69,9 +70,11 @@ class Lowest:
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """The same for no more than this share of the step's time."""
+    """The same for no more than this share of the step's time, with what clusters make on their way (shadow.py). A
+    percent of that time must buy so many percent of the peak as `worth` says."""
 
     share: float
+    worth: float = WORTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ Goal = Keep | Lowest | Within | Below | Again | Remembered
 
 @dataclass(frozen=True)
 class Point:
-    """A choice, and what it comes to: the peak of the planned values, and the time it adds to the step."""
+    """A choice, and what it comes to: the peak of the planned values, and the time that all of what is computed twice
+    adds to the step."""
 
     choice: Choice
     peak_bytes: int
@@ -132,7 +136,7 @@ def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
 
 
 def _made(draft: Draft, choice: Choice, notes: tuple[str, ...]) -> Draft:
-    chosen = Chosen(choice, draft.program.ops, notes)
+    chosen = Chosen(replace(choice, shadows=len(draft.rebuilt)), draft.program.ops, notes)
     return replace(apply(draft, choice), notes=(*draft.notes, *notes), chosen=chosen)
 
 
@@ -213,11 +217,12 @@ class Search:
         self._say = progress or (lambda text: None)
         self._limit_s = self._left_s = limit_s
         self._rows = RebuildRows(candidates(draft, seconds))
-        self.step_s = sum(map(seconds, draft.program.ops))
-        self.keep = Point(Choice(), planned_peak(draft), 0.0)
+        self._spent_s = again_s(draft.program.ops, draft.rebuilt, seconds)  # on what clusters make on their way
+        self.step_s = sum(map(seconds, draft.program.ops)) - self._spent_s
+        self.keep = Point(Choice(), planned_peak(draft), self._spent_s)
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
-        self._lowest: dict[float | None, _LowestFound] = {}
+        self._lowest: dict[tuple[float | None, float], _LowestFound] = {}
         self._frontiers: dict[int, tuple[Point, ...]] = {}
 
     @property
@@ -237,8 +242,8 @@ class Search:
                 return self.keep
             case Lowest():
                 return self.lowest()
-            case Within(share):
-                return self.lowest(share)
+            case Within(share, worth):
+                return self.lowest(share, worth)
             case Below(room_bytes):
                 return self._below(room_bytes)
             case Again() | Remembered():
@@ -250,24 +255,24 @@ class Search:
         points = self.frontier()  # each is cheaper than all that are lower
         return next((p for p in points if p.peak_bytes <= room_bytes), points[-1])
 
-    def lowest(self, share: float | None = None) -> Point:
+    def lowest(self, share: float | None = None, worth: float = WORTH) -> Point:
         """The lowest peak worth its cost, for no more than a share of the step's time if one is given."""
-        return self._find(share).point
+        return self._find(share, worth).point
 
-    def _find(self, share: float | None) -> _LowestFound:
-        if share not in self._lowest:
-            self._lowest[share] = self._find_lowest(share)
-        return self._lowest[share]
+    def _find(self, share: float | None, worth: float = WORTH) -> _LowestFound:
+        if (share, worth) not in self._lowest:
+            self._lowest[share, worth] = self._find_lowest(share, worth)
+        return self._lowest[share, worth]
 
-    def _find_lowest(self, share: float | None) -> _LowestFound:
+    def _find_lowest(self, share: float | None, worth: float) -> _LowestFound:
         # What is decided alike for all copies of a block is found soon, and a start for the rest.
-        first = RebuildSolver(self._rows, groups=1)
+        first = RebuildSolver(self._rows, groups=1, worth=worth)
         if not self._rows.run:
             return _LowestFound(self.keep, None, first)
         self._say("looking for the lowest peak")
-        most_ns = None if share is None else int(share * self._rows.problem.step_ns)
+        most_ns = None if share is None else max(0, int((share * self.step_s - self._spent_s) * NS))
         alike = self._run(functools.partial(first.lowest_peak, most_ns), _ALIKE_VISITS)
-        solver = RebuildSolver(self._rows, groups=_GROUPS)
+        solver = RebuildSolver(self._rows, groups=_GROUPS, worth=worth)
         each = self._run(functools.partial(solver.lowest_peak, most_ns, start=alike.answer), _LOWEST_VISITS)
         if not each.proved and not each.struck:
             self._notes[_UNPROVED] = None
@@ -276,7 +281,7 @@ class Search:
             self._notes[_GREEDY] = None
             answers = cheapest_first(self._rows, most_ns)
         points = [(self._point(answer), answer) for answer in answers]
-        point, answer = min(points, key=lambda found: self._worth(found[0]), default=(self.keep, None))
+        point, answer = min(points, key=lambda found: self._price(found[0], worth), default=(self.keep, None))
         gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
         return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
@@ -317,12 +322,12 @@ class Search:
             self._notes[_STRUCK.format(limit_s=self._limit_s)] = None
         return found
 
-    def _worth(self, point: Point) -> tuple[float, int]:
+    def _price(self, point: Point, worth: float) -> tuple[float, int]:
         """What the solver minimises, with the peak that a choice really comes to."""
-        return point.peak_bytes / self.keep.peak_bytes + WORTH * point.added_s / self.step_s, point.peak_bytes
+        return point.peak_bytes / self.keep.peak_bytes + worth * point.added_s / self.step_s, point.peak_bytes
 
     def _point(self, answer: RebuildAnswer) -> Point:
         """What the answer really comes to: the rows count an overwriting less here and there."""
         check_answer(self._rows.problem, answer)
         choice = choice_of(self._rows.problem, answer)
-        return Point(choice, planned_peak(apply(self.draft, choice)), answer.cost_ns / 1e9)
+        return Point(choice, planned_peak(apply(self.draft, choice)), self._spent_s + answer.cost_ns / NS)

@@ -13,13 +13,16 @@ results, and nothing is read for it. If the cluster reads z itself, it does so n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from takeback.compiler.passes.choice import fixed_buffers
+from takeback.compiler.passes.cost import again_s
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fuse import MOST_OPS
 from takeback.compiler.passes.gather import length_of, one_of, seen_whole
+from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.passes.partial import making
 from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
@@ -27,16 +30,58 @@ from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
 _LEAST_SHARE = 0.0005  #: of the largest value; smaller ones are kept
 
 
-def shadow(draft: Draft) -> Draft:
-    """The draft with what clusters can make on their way made by them."""
-    return no_higher(draft, lambda before, room: _Shadows(before, room).draft)
+def shadow(
+    draft: Draft,
+    *,
+    seconds: Callable[[Op], float] | None = None,
+    share: float | None = None,
+    worth: float = 0.0,
+    room_bytes: int | None = None,
+    count: int | None = None,
+) -> Draft:
+    """The draft with what clusters can make on their way made by them. To write it takes time, so of these values only
+    the first ones are taken where not all are wanted: for a `share` of the time that the ops take in `seconds`, if a
+    percent of it buys `worth` percent of the peak; until the planned peak is within `room_bytes`; or so many as `count`
+    says."""
+    price = None
+    if share is not None and seconds is not None:
+        step_s = sum(map(seconds, draft.program.ops))
+        price = _Price(seconds, share * step_s, worth * _peak(draft) / max(step_s, 1e-12))
+
+    def made(most: int | None) -> Draft:
+        return no_higher(draft, lambda before, room: _Shadows(before, room, most, price).draft)
+
+    whole = made(count)
+    if room_bytes is None or _peak(whole) > room_bytes:
+        return whole
+    return made(bisect_left(range(len(whole.rebuilt)), True, key=lambda n: _peak(made(n)) <= room_bytes))
+
+
+@dataclass(frozen=True)
+class _Price:
+    """What may be spent, and how many bytes a second of it must free."""
+
+    seconds: Callable[[Op], float]
+    most_s: float
+    bytes_per_s: float
+
+    def of(self, op: Op, made: BufferId) -> float:
+        return again_s((op,), {made}, self.seconds)
 
 
 class _Shadows:
     """One walk over the clusters of the backward."""
 
-    def __init__(self, draft: Draft, room: Headroom) -> None:
+    def __init__(
+        self,
+        draft: Draft,
+        room: Headroom,
+        most: int | None = None,
+        price: _Price | None = None,
+    ) -> None:
         self._program = draft.program
+        self._price, self._spent_s = price, 0.0
+        self._is_over = False  # the next value is more than what is left to spend
         self._room = room
         self._buffers = dict(draft.program.buffers)
         self._ops = list(draft.program.ops)
@@ -55,6 +100,8 @@ class _Shadows:
             op = self._ops[position]
             if isinstance(op.target, Cluster) and op.phase is Phase.BACKWARD and not op.mutates:
                 for z in self._candidates(op):
+                    if self._is_over or (most is not None and len(rebuilt) >= most):
+                        break
                     again = self._again(op, z) if self._may_wait(position, z) else None
                     moved = self._made_here(position, z, again) if again is not None else None
                     if moved is not None:
@@ -131,14 +178,20 @@ class _Shadows:
         if any(_reads(op, z) for op in new[self._turn : at]) or self._changed(again, z, new[:at]):
             return None
         copy = BufferId(max(self._buffers) + 1)
-        self._buffers[copy] = replace(self._buffers[z], id=copy, name="")
+        buffers = {**self._buffers, copy: replace(self._buffers[z], id=copy, name="")}
         change = renaming({z: copy})
         made = again.map(writes=change)
         new[at:] = [op.map(reads=change) if _reads(op, z) else op for op in new[at:]]
         results = {copy, *(r.buffer for r in cluster.outputs)}
         outside = {r.buffer for op in new[at + 1 :] for r in op.inputs if r.buffer in results}
-        new[at] = one_of((made, new[at]), self._buffers, outside | self._fixed)
-        self._ops, self._read_at = new, None
+        new[at] = one_of((made, new[at]), buffers, outside | self._fixed)
+        if self._price is not None:
+            cost_s = self._price.of(new[at], copy)
+            self._is_over = self._spent_s + cost_s > self._price.most_s
+            if self._is_over or buffers[z].size_bytes < self._price.bytes_per_s * cost_s:
+                return None
+            self._spent_s += cost_s
+        self._ops, self._buffers, self._read_at = new, buffers, None
         self._note_makers_()
         return at, copy
 
@@ -149,6 +202,10 @@ class _Shadows:
         since = itertools.dropwhile(lambda op: op is not maker, before)
         written = (b for op in since for b in (*op.mutates, *(r.buffer for r in op.outputs if op is not maker)))
         return any(b in read for b in written)
+
+
+def _peak(draft: Draft) -> int:
+    return max(planned_curve(draft), default=0)
 
 
 def _reads(op: Op, buffer: BufferId) -> bool:

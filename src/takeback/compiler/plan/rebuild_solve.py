@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # to load it takes longer than all of takeback: only a search
 
 PEAK_GAP = 0.008  #: of the peak without rebuilding: a solution this near to the best is taken
 COST_GAP = 0.004  #: of the step's time
-WORTH = 0.25  #: a percent of the step's time must buy this much of a percent of the peak
+WORTH = 0.25  #: of a percent of the peak, that a percent of the step's time must buy, if nothing else is said
 _STALL_NODES = 50  #: a search that finds nothing better for so long is over
 _NODES = 500  #: so many are searched at most
 _TOLERANCE = 1e-6  #: of a peak, that of HiGHS
@@ -61,8 +61,8 @@ class RebuildSolver:
     """Solves one problem for several goals; rows that were needed once are kept. `groups`: how many the copies of a
     repeated block are decided on in."""
 
-    def __init__(self, rows: RebuildRows, *, groups: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: RebuildRows, *, groups: int, worth: float = WORTH) -> None:
+        self._rows, self._worth = rows, worth
         self._class = rows.families(groups)
         self._n = max(self._class, default=-1) + 1  # the last unknown is the peak
         self._scale = float(max(*kept_bytes(rows.problem), 1))
@@ -116,7 +116,7 @@ class RebuildSolver:
     def _price(self, answer: RebuildAnswer, peak_bytes: int | None) -> float:
         """What is minimised."""
         cost = answer.cost_ns / self._step_ns
-        return cost if peak_bytes is not None else answer.peak_bytes / self._scale + WORTH * cost
+        return cost if peak_bytes is not None else answer.peak_bytes / self._scale + self._worth * cost
 
     def _values_of(self, answer: RebuildAnswer) -> np.ndarray:
         values = np.zeros(self._n + 1)
@@ -129,7 +129,7 @@ class RebuildSolver:
         import highspy
 
         solver = highspy.Highs()
-        objective, gap = (self._cost, COST_GAP) if peak_bytes is not None else (self._cost * WORTH, PEAK_GAP)
+        objective, gap = (self._cost, COST_GAP) if peak_bytes is not None else (self._cost * self._worth, PEAK_GAP)
         if peak_bytes is None:
             objective[self._n] = 1.0
         for option, value in {
