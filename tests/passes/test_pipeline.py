@@ -23,9 +23,16 @@ from takeback.flat import lay_out as lay_out_flat
 
 EXACT = ("unread", "functionalize", "move", "chunk_loss", "reduce", "advance", "recompute", "overwrite", "pack")
 FUSING = ("fuse", "gather", "shadow", "postpone")
-NAMES = (*EXACT[:3], "align", "pool", "chunk_loss", "chunk_head", *EXACT[4:6], *FUSING, "recompute", "join", *EXACT[7:])
-ONLY_FAST = frozenset(("align", "pool", "chunk_head", *FUSING, "join"))
-ELSEWHERE = frozenset(("unread", "align", "pool", "gather", "shadow", "postpone", "join"))  #: test_align.py ...
+NAMES = (
+    *EXACT[:3],
+    *("align", "pool", "chunk_loss", "chunk_head"),
+    *EXACT[4:6],
+    *FUSING,
+    *("recompute", "join", "bundle"),
+    *EXACT[7:],
+)
+ONLY_FAST = frozenset(("align", "pool", "chunk_head", *FUSING, "join", "bundle"))
+ELSEWHERE = frozenset(("unread", "align", "pool", "gather", "shadow", "postpone", "join", "bundle"))  #: test_align.py ...
 
 
 class Net(nn.Module):

@@ -1,5 +1,5 @@
 """A program with clusters in; an account of each distinct kernel of theirs out: how often it runs, which ops of the
-user's it is, what it reads and writes, and whether it was generated or is eager's, and why.
+user's it is, what it reads and writes, and whether it was generated, is torch's for lists, or eager's, and why.
 
 A program without clusters has no such account: mode exact runs eager's kernels, op by op.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from takeback.compiler.program import Cluster, Op, Program, Region
 from takeback.compiler.run.kernels import Kernels
+from takeback.compiler.run.list_kernels import launches
 
 MOST_REASONS = 3
 """So many reasons for which kernels were given up are named in a note."""
@@ -37,13 +38,19 @@ class KernelAccount:
     read_bytes: int
     written_bytes: int
     generated: bool
-    why: str  #: eager's kernels run for it; "" if it was generated
+    why: str  #: it was not generated; "" if it was
     waits: bool = False  #: that is so for now: it is not compiled, or not used yet
+    launches: int = 0  #: of one run of torch's own kernel for lists of tensors (run/list_kernels.py); 0 for others
 
     @property
     def fell_back(self) -> bool:
         """Whether there is no generated kernel that may be used."""
-        return not self.generated and not self.waits
+        return not self.generated and not self.waits and not self.is_for_lists
+
+    @property
+    def is_for_lists(self) -> bool:
+        """Whether torch's own kernel for lists of tensors runs, which is as it is meant."""
+        return self.launches > 0
 
     @property
     def moved_bytes(self) -> int:
@@ -94,7 +101,8 @@ def ops_in_clusters(accounts: Sequence[KernelAccount]) -> int:
 
 def launches_saved(accounts: Sequence[KernelAccount]) -> int:
     """How many fewer calls a step makes than one for each of these ops. Clusters on eager's kernels save none."""
-    return sum(each.count * (len(each.ops) - 1) for each in accounts if each.generated)
+    run = [(each, each.launches or 1) for each in accounts if each.generated or each.is_for_lists]
+    return sum(each.count * max(0, len(each.ops) - calls) for each, calls in run)
 
 
 def _account(ops: Sequence[Op], kernels: Kernels) -> KernelAccount:
@@ -113,6 +121,7 @@ def _account(ops: Sequence[Op], kernels: Kernels) -> KernelAccount:
         kernel.note is None,
         kernel.note or "",
         kernel.waits,
+        launches(cluster) if kernel.is_for_lists else 0,
     )
 
 

@@ -47,6 +47,8 @@ def _kernel(kernel: KernelAccount) -> str:
 
 
 def _whose(kernel: KernelAccount) -> str:
+    if kernel.is_for_lists:
+        return kernel.why
     return runs(kernel) if kernel.generated else f"eager's kernels: {kernel.why}"
 
 

@@ -43,16 +43,21 @@ def totals(report: Report) -> str:
     """One sentence."""
     clusters = sum(kernel.count for kernel in report.kernels)
     generated = sum(kernel.generated for kernel in report.kernels)
+    lists = sum(kernel.is_for_lists for kernel in report.kernels)
+    others = f", {lists} torch's own for lists of tensors" if lists else ""
     saved = report.launches_saved
     fewer = f": {saved:,} {'launch' if saved == 1 else 'launches'} fewer than one by one" if saved else ""
+    whose = f"{generated or 'none'} of them generated{others}{fewer}"
     return (
         f"{show_count(report.ops_in_clusters, 'op')} run in {show_count(clusters, 'cluster')}, by "
-        f"{show_count(len(report.kernels), 'distinct kernel')}, {generated or 'none':} of them generated{fewer}."
+        f"{show_count(len(report.kernels), 'distinct kernel')}, {whose}."
     )
 
 
 def runs(kernel: KernelAccount) -> str:
     """Whose kernel it is, in a word."""
+    if kernel.is_for_lists:
+        return "for lists"
     return "generated" if kernel.generated else "waits" if kernel.waits else "eager's"
 
 

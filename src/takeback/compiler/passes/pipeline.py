@@ -14,6 +14,7 @@ from takeback.compiler.form import check_form
 from takeback.compiler.ownership.meaning import check_meaning
 from takeback.compiler.passes.advance import advance
 from takeback.compiler.passes.align import align
+from takeback.compiler.passes.bundle import bundle
 from takeback.compiler.passes.chunk_head import chunk_head
 from takeback.compiler.passes.chunk_loss import chunk_loss
 from takeback.compiler.passes.draft import Draft, Home
@@ -110,6 +111,10 @@ def _idle_join(settings: PassSettings) -> str | None:
     return _idle_fuse(settings) or _idle_recompute(settings)
 
 
+def _idle_bundle(settings: PassSettings) -> str | None:
+    return _idle_fuse(settings) or ("a CPU launches nothing" if settings.home is Home.ARENA else None)
+
+
 def _idle_postpone(settings: PassSettings) -> str | None:
     waits = None if settings.waits else "the lowest peak is without: what waits keeps its operands for longer"
     return _idle_join(settings) or waits
@@ -162,6 +167,7 @@ PIPELINE: tuple[Stage, ...] = (
         _idle_recompute,
     ),
     Stage(join, idle=_idle_join),
+    Stage(bundle, idle=_idle_bundle),
     Stage(overwrite),
     Stage(pack, idle=_idle_pack),
 )

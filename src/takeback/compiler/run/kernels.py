@@ -19,6 +19,7 @@ from takeback.compiler.run.cluster_proof import drawn, shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight, wait_for
 from takeback.compiler.run.kernel_families import KernelFamilies
 from takeback.compiler.run.kernel_workers import at_once
+from takeback.compiler.run.list_kernels import list_kernel
 from takeback.compiler.run.room import is_out_of_memory
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -28,6 +29,7 @@ Aside = Callable[[], AbstractContextManager[None]]
 _MOST_WITHOUT_ROOM = 50  #: comparisons
 
 NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
+FOR_LISTS = "torch's own kernel for lists of tensors runs"
 
 
 class ClusterKernel:
@@ -54,8 +56,11 @@ class ClusterKernel:
         self._kernels = kernels
         self._beforehand: Call | None = None  #: it was right on operands that were drawn
         self._no_room = 0  #: how often it could not be compared for want of memory
-        self._call: Call = eagerly(cluster)
         self._compiled: Call | None = None
+        listed = list_kernel(cluster)
+        self._call: Call = listed or eagerly(cluster)
+        if listed is not None:  # there is nothing to compile, and nothing to compare: it is eager's arithmetic
+            self.refuse_(FOR_LISTS)
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._kernels.plain:
@@ -121,6 +126,11 @@ class ClusterKernel:
         """Whether eager's kernels run for now only."""
         return self.note in (NOT_COMPILED_YET, NOT_USED_YET)
 
+    @property
+    def is_for_lists(self) -> bool:
+        """Whether it is neither a generated kernel nor eager's, one op after the other."""
+        return self.note is FOR_LISTS
+
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
 
@@ -146,7 +156,8 @@ class Kernels:
         found = self._known.get(cluster.key)
         if found is None:
             found = self._known[cluster.key] = ClusterKernel(cluster, self)
-            self.families.add_(cluster)
+            if not found.is_for_lists:
+                self.families.add_(cluster)
         return found
 
     def compile_(self, program: Program, tell: Told) -> None:
