@@ -333,7 +333,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "compiler/passes/bundle.py",
         "earliest = i + 1 if before in positions else before + 1",
         "earliest = before + 1",
-        ("tests/passes/test_bundle.py::test_a_cast_of_a_cast_comes_after_it",),
+        ("tests/passes/test_bundle.py::test_a_cast_of_a_cast_is_in_no_bundle_that_runs_before_the_first",),
     ),
     PlantedFault(
         "passes: in bundle, the peak may grow",

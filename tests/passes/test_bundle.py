@@ -339,6 +339,17 @@ def test_a_cast_of_a_cast_comes_after_it() -> None:
     assert lengths(after.program)[:2] == [4, 4]
 
 
+def test_a_cast_of_a_cast_is_in_no_bundle_that_runs_before_the_first() -> None:
+    """The bundle of the first runs as late as just before the second, that of others of its kind earlier."""
+    w = Writer()
+    narrow = [w.cast(w.weight()) for _ in range(4)]
+    others = [w.cast(w.weight(dtype=HALF), SINGLE) for _ in range(4)]
+    w.op(aten.mul.Tensor, others[0], 2, dtype=SINGLE)
+    again = w.cast(narrow[0], SINGLE)
+    after = checked(roomy(w, use(w, *narrow, *others, again)))
+    assert lengths(after.program) == [4, 4]
+
+
 @pytest.mark.parametrize("what", ["turned", "part", "another device", "pinned", "whole numbers"])
 def test_a_cast_that_changes_more_than_the_dtype_stays_as_it_is(what: str) -> None:
     w = Writer()
