@@ -319,6 +319,37 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/fuzz/test_fuzz.py::test_value_that_was_written_in_place_since_is_not_copied_again_by_a_later_cluster",),
     ),
     PlantedFault(
+        "passes: in bundle, what reads a result is not looked at",
+        "compiler/passes/bundle.py",
+        "yield Bundled(i, earliest, min([ends[i], *(at for at in touching if at > i)]))",
+        "yield Bundled(i, earliest, ends[i])",
+        (
+            "tests/passes/test_bundle.py::test_casts_of_weights_run_where_the_first_is_read",
+            "tests/passes/test_bundle.py::test_an_operand_that_is_written_in_between_keeps_its_cast_before_that",
+        ),
+    ),
+    PlantedFault(
+        "passes: in bundle, what comes before an op is taken to stay where it is",
+        "compiler/passes/bundle.py",
+        "earliest = i + 1 if before in positions else before + 1",
+        "earliest = before + 1",
+        ("tests/passes/test_bundle.py::test_a_cast_of_a_cast_is_in_no_bundle_that_runs_before_the_first",),
+    ),
+    PlantedFault(
+        "passes: in bundle, the peak may grow",
+        "compiler/passes/bundle.py",
+        "        if not guilty:\n",
+        "        if True:\n",
+        ("tests/passes/test_bundle.py::test_a_bundle_that_would_lift_the_peak_is_cut_in_half_and_in_the_end_left",),
+    ),
+    PlantedFault(
+        "executor: a tensor that is cast twice is taken for two",
+        "compiler/run/list_kernels.py",
+        "copy_(results, operands if in_order else [operands[i] for i in sources])",
+        "copy_(results[: len(operands)], operands)",
+        ("tests/run/test_list_kernels.py::test_a_tensor_that_is_cast_twice_has_two_results",),
+    ),
+    PlantedFault(
         "passes: in chunk_head, targets may be made of the rows that they are compared with",
         "compiler/passes/row_loop.py",
         "if Folded.WEIGHT in cut.results and any(r.buffer in loop.inside for r in regions(op.args[_TARGETS])):",

@@ -114,6 +114,20 @@ class Headed(nn.Module):
         return self.head(self.norm(x).tanh())
 
 
+class Counted(nn.Module):
+    """Products and norms, enough of each that casts of weights and gradients, and counters, are bundles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16, bias=i == 4) for i in range(5)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(16) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers[:4], self.norms, strict=True):
+            x = x + F.relu(norm(layer(x)))
+        return self.layers[4](x)
+
+
 def entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
@@ -255,6 +269,14 @@ RECIPES: tuple[Recipe, ...] = (
         "streamed, headed, fast, half",
         _own(Headed, half, momentum),
         _rows(24, 12, 37),
+        None,
+        {"streamed": True, "mode": "fast", "memory": "keep"},
+        near=3e-2,
+    ),
+    Recipe(
+        "streamed, counted, fast, half",
+        _own(Counted, half, momentum),
+        _rows(48, 16, 16),
         None,
         {"streamed": True, "mode": "fast", "memory": "keep"},
         near=3e-2,

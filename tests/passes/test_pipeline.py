@@ -32,7 +32,8 @@ NAMES = (
     *EXACT[7:],
 )
 ONLY_FAST = frozenset(("align", "pool", "chunk_head", *FUSING, "join", "bundle"))
-ELSEWHERE = frozenset(("unread", "align", "pool", "gather", "shadow", "postpone", "join", "bundle"))  #: test_align.py ...
+#: test_align.py, test_shadow.py ...
+ELSEWHERE = frozenset(("unread", "align", "pool", "gather", "shadow", "postpone", "join", "bundle"))
 
 
 class Net(nn.Module):

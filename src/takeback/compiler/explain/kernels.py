@@ -38,7 +38,7 @@ class KernelAccount:
     read_bytes: int
     written_bytes: int
     generated: bool
-    why: str  #: it was not generated; "" if it was
+    why: str  #: eager's kernels run for it; "" if others do
     waits: bool = False  #: that is so for now: it is not compiled, or not used yet
     launches: int = 0  #: of one run of torch's own kernel for lists of tensors (run/list_kernels.py); 0 for others
 
@@ -118,7 +118,7 @@ def _account(ops: Sequence[Op], kernels: Kernels) -> KernelAccount:
         tuple(dict.fromkeys(_alike(module) for module in modules if module)),
         sum(map(_bytes, cluster.inputs)),
         sum(map(_bytes, written)),
-        kernel.note is None,
+        kernel.note is None and not kernel.is_for_lists,
         kernel.note or "",
         kernel.waits,
         launches(cluster) if kernel.is_for_lists else 0,

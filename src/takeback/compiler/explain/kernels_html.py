@@ -48,7 +48,7 @@ def _kernel(kernel: KernelAccount) -> str:
 
 def _whose(kernel: KernelAccount) -> str:
     if kernel.is_for_lists:
-        return kernel.why
+        return "torch's own kernel for lists of tensors"
     return runs(kernel) if kernel.generated else f"eager's kernels: {kernel.why}"
 
 

@@ -17,7 +17,7 @@ Of the passes it knows what each may change without changing a value, and shares
     pool                        which place of a window, where it was which of the image: numbers must prove it, too
     chunk_head                  nothing but rounding, so numbers must prove it: here, all but what it does to the ops
                                 that it replaced (replaced.py)
-    fuse, gather, join          a cluster is the ops it is made of
+    fuse, gather, join, bundle  a cluster is the ops it is made of
     shadow, postpone            each gradient of a convolution is the same, whether others are asked for or not
     recompute                   the same op on the same values is the same value, unless it draws random numbers; a
                                 batch norm in its form for evaluation is that for training, on the statistics of that

@@ -29,7 +29,6 @@ Aside = Callable[[], AbstractContextManager[None]]
 _MOST_WITHOUT_ROOM = 50  #: comparisons
 
 NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
-FOR_LISTS = "torch's own kernel for lists of tensors runs"
 
 
 class ClusterKernel:
@@ -44,6 +43,7 @@ class ClusterKernel:
         "_no_room",
         "changed_at",
         "cluster",
+        "is_for_lists",
         "note",
         "tried",
     )
@@ -57,10 +57,11 @@ class ClusterKernel:
         self._beforehand: Call | None = None  #: it was right on operands that were drawn
         self._no_room = 0  #: how often it could not be compared for want of memory
         self._compiled: Call | None = None
-        listed = list_kernel(cluster)
-        self._call: Call = listed or eagerly(cluster)
-        if listed is not None:  # there is nothing to compile, and nothing to compare: it is eager's arithmetic
-            self.refuse_(FOR_LISTS)
+        for_lists = list_kernel(cluster)
+        self._call: Call = for_lists or eagerly(cluster)
+        self.is_for_lists = for_lists is not None  #: torch's own kernel runs, with eager's arithmetic
+        if self.is_for_lists:  # there is nothing to compile, and nothing to compare
+            self.tried, self.note = True, None
 
     def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not self._kernels.plain:
@@ -125,11 +126,6 @@ class ClusterKernel:
     def waits(self) -> bool:
         """Whether eager's kernels run for now only."""
         return self.note in (NOT_COMPILED_YET, NOT_USED_YET)
-
-    @property
-    def is_for_lists(self) -> bool:
-        """Whether it is neither a generated kernel nor eager's, one op after the other."""
-        return self.note is FOR_LISTS
 
     def refuse_(self, why: str) -> None:
         self.tried, self.note = True, why
