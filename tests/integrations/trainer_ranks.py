@@ -1,6 +1,6 @@
 """Started by torchrun: both trainers in several processes, or one of them into trouble. Rank 0 writes what came out.
 
-torchrun --nproc-per-node 2 trainer_ranks.py FOLDER
+torchrun --nproc-per-node 2 trainer_ranks.py FOLDER [CASE ...]
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ class Looking(TrainerCallback):
         pass
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "fp16": {"fp16": True},
+    "early": {"max_grad_norm": 0.0, "takeback": {"update": "early"}},
+    "buffers": {"ddp_broadcast_buffers": False},
+    "looking": {"given": lambda: {"callbacks": [Looking()]}},
+}
+
+
 def differences(theirs: Trainer, ours: Trainer) -> list[str]:
     """Between the trainers on this rank, and between the ranks."""
     a, b = state_of(theirs), state_of(ours)
@@ -47,10 +55,10 @@ def differences(theirs: Trainer, ours: Trainer) -> list[str]:
     return found
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *chosen: str) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in chosen or CASES):
         trained = []
         for i, kind in enumerate((Trainer, TakebackTrainer)):
             trained.append(trainer(kind, folder / f"{name} {i}", max_steps=4, **case))
@@ -59,12 +67,7 @@ def main(folder: Path) -> None:
         assert isinstance(trained[0].model_wrapped, torch.nn.parallel.DistributedDataParallel)
         assert trained[1].model_wrapped is trained[1].model
         found[f"{name}: steps"] = trained[1].compiled_step.counts.planned
-    for name, refused in {
-        "fp16": {"fp16": True},
-        "early": {"max_grad_norm": 0.0, "takeback": {"update": "early"}},
-        "buffers": {"ddp_broadcast_buffers": False},
-        "looking": {"given": lambda: {"callbacks": [Looking()]}},
-    }.items():
+    for name, refused in {} if chosen else REFUSED.items():
         try:
             trainer(TakebackTrainer, folder / name, **refused).train()
         except OptionError as error:
@@ -75,4 +78,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
