@@ -25,6 +25,8 @@ import torch
 os.environ.setdefault("TAKEBACK_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "takeback"))
 # A test must not depend on those that ran before it; tests/run/test_plan_file.py asks for plans that are kept.
 os.environ.setdefault("TAKEBACK_PLANS", "0")
+# One for all: what the CPU can do is found out by compiling, once in each.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "inductor"))
 
 import takeback
 from takeback.compiler.passes import pipeline, recompute
@@ -49,13 +51,13 @@ RATES = Rates(
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps the rates where takeback finds them, in this process and in those that tests start. What starts workers
-    compiles the native code first: each of them would compile it for itself, at the same time."""
+    compiles the native code first, if `make warm` did not: each of them would do so for itself, at the same time."""
     if (wheel := os.environ.get("TAKEBACK_WHEEL")) and not Path(takeback.__file__).is_relative_to(wheel):
         raise pytest.UsageError(f"the tests are to run from the wheel in {wheel}, and takeback is {takeback.__file__}")
     _seed_the_cpu_alone()
     for threads in {1, 2, torch.get_num_threads()}:
         calibrate.keep_(open_cache(), "cpu", threads, RATES)
-    if getattr(config.option, "numprocesses", None):
+    if getattr(config.option, "numprocesses", None) or config.option.collectonly:
         libraries = (activated_cpu._library, norms_cpu._library, row_steps_cpu._library, allocator.load)
         with concurrent.futures.ThreadPoolExecutor() as pool, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # without a compiler the tests say what they miss
