@@ -31,6 +31,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] /
 import takeback
 from takeback.compiler.passes import pipeline, recompute
 from takeback.compiler.passes.cost import Rates
+from takeback.compiler.plan import greedy
 from takeback.compiler.run import allocator, calibrate, kernel_families, kernels, plan_maker
 from takeback.compiler.run.inductor import NotCompiled
 from takeback.nn.kernels import activated_cpu, norms_cpu, row_steps_cpu
@@ -80,13 +81,15 @@ def _small_heap() -> None:
 
 @pytest.fixture
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what a step computes: any choice of what to rebuild has eager's bits, so a fair one will do."""
+    """For tests of what a step computes: any choice of what to rebuild, and of where it lies, has eager's bits, so a
+    fair one will do."""
     for name in ("_ALIKE_VISITS", "_LOWEST_VISITS", "_LEVEL_VISITS"):
         monkeypatch.setattr(recompute, name, 4)
+    monkeypatch.setattr(greedy, "MOST_PLACEMENTS", 4_000)
 
 
 #: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases
-#: that catch a planted fault stay quick.
+#: that catch a planted fault stay quick. (A number that shares no divisor with those of the values leaves none out.)
 THINNED = {
     "nn/test_activated_kernels.py": 6,
     "nn/test_abn.py": 6,
@@ -135,6 +138,10 @@ THINNED = {
     "guard/test_guard_aliases.py": 2,
     "gpu/test_cuda_out_of_memory.py": 8,
     "step/test_data_in_shapes.py": 7,
+    "step/test_one_kernel.py": 3,
+    "passes/test_passes.py": 5,
+    "grads/test_grad_reuse.py": 3,
+    "grads/test_grad_zero_copy.py": 2,
 }
 
 
