@@ -140,8 +140,6 @@ THINNED = {
     "step/test_data_in_shapes.py": 7,
     "step/test_one_kernel.py": 3,
     "passes/test_passes.py": 5,
-    "grads/test_grad_reuse.py": 3,
-    "grads/test_grad_zero_copy.py": 2,
 }
 
 
