@@ -91,7 +91,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 #: Tables of many cases of one kind: of each test in these files every n-th case is quick, the others are slow. Cases
 #: that catch a planted fault stay quick. (A number that shares no divisor with those of the values leaves none out.)
 THINNED = {
-    "nn/test_activated_kernels.py": 6,
+    "nn/test_activated_kernels.py": 11,
     "nn/test_abn.py": 6,
     "nn/test_norm_kernels.py": 4,
     "nn/test_row_step_kernels.py": 3,
@@ -99,9 +99,9 @@ THINNED = {
     "grads/test_grad_models.py": 3,
     "nn/test_convert.py": 2,
     "plan/test_greedy.py": 3,
-    "step/test_changes.py": 2,
+    "step/test_changes.py": 4,
     "step/test_equivalence.py": 5,
-    "step/test_every_op.py": 2,
+    "step/test_every_op.py": 4,
     "step/test_unfit.py": 8,
     "step/test_hazard_graphs.py": 2,
     "step/test_memory_targets.py": 3,
@@ -137,7 +137,7 @@ THINNED = {
     "passes/test_candidates.py": 2,
     "guard/test_guard_aliases.py": 2,
     "gpu/test_cuda_out_of_memory.py": 8,
-    "step/test_data_in_shapes.py": 7,
+    "step/test_data_in_shapes.py": 11,
     "step/test_one_kernel.py": 3,
     "passes/test_passes.py": 5,
 }
