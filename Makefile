@@ -9,25 +9,25 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 # Tests run in two processes, and most of their models are tiny: a second thread would only wake up and wait. Tests of
 # what threads do set their own number.
-pytest test-all faults trust: export OMP_NUM_THREADS ?= 1
+warm pytest test-all faults trust: export OMP_NUM_THREADS ?= 1
 # Modules are compiled when they are first imported: pip would compile thousands that nobody imports. Where an environment
 # forbids to keep the result, each process would do so anew.
-demo pytest test-all: export PYTHONDONTWRITEBYTECODE :=
+demo warm pytest test-all: export PYTHONDONTWRITEBYTECODE :=
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 WHEEL := build/wheel
 UNPACKED := $(WHEEL)/.unpacked
 FROM_WHEEL := TAKEBACK_WHEEL=$(CURDIR)/$(WHEEL) PYTHONPATH=$(CURDIR)/$(WHEEL)
 
-.PHONY: demo test test-all lint types pytest faults trust audit bench docs wheel clean
+.PHONY: demo test test-all lint types warm pytest faults trust audit bench docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/takeback demo
 
 # What CI runs. `make test-all` adds the slow tests, each of which repeats on more cases what a quick one shows. The site
-# is built on one core while what the tests need is installed on the other.
+# is built on one core while what the tests need is installed on the other, and that is compiled while mypy runs.
 test:
-	$(MAKE) --jobs 2 --output-sync docs lint types $(UNPACKED)
+	$(MAKE) --jobs 2 --output-sync docs warm lint types
 	$(MAKE) pytest
 
 test-all: lint types docs $(UNPACKED)
@@ -39,6 +39,11 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# What each worker of the tests would otherwise do for itself: the native code is compiled into the tests' cache, and the
+# modules that they import become bytecode.
+warm: $(UNPACKED)
+	@$(FROM_WHEEL) $(BIN)/python -m pytest --collect-only -qq > build/collected.txt || { cat build/collected.txt; false; }
 
 # The tests, and with them every code block of the documentation, run from the built wheel: tests/conftest.py demands it.
 pytest: $(UNPACKED)

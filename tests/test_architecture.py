@@ -116,7 +116,7 @@ def part_of(path: str) -> str:
     return path.removeprefix("compiler/").split("/")[0].removesuffix(".py")
 
 
-@functools.lru_cache(maxsize=256)  # every rule asks for the nodes of every file
+@functools.lru_cache(maxsize=512)  # every rule asks for the nodes of every file
 def nodes(source: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(ast.parse(source)))
 
@@ -215,11 +215,12 @@ def check_class_names(path: str, source: str) -> list[str]:
     violations = []
     for node in nodes(source):
         if isinstance(node, ast.ClassDef):
-            others = [p for p in CLASS_NAMES.get(node.name.lstrip("_"), []) if p != path]
+            others = [p for p in _class_names().get(node.name.lstrip("_"), []) if p != path]
             violations += [f"{path}:{node.lineno} {other} has a class {node.name} too" for other in others[:1]]
     return violations
 
 
+@functools.cache  # not when tests are collected, which every worker does
 def _class_names() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in FILES:
@@ -227,9 +228,6 @@ def _class_names() -> dict[str, list[str]]:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(path)
     return found
-
-
-CLASS_NAMES = _class_names()
 
 
 def check_environment(path: str, source: str) -> list[str]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from pairwise import in_turns
-from takeback import __version__, comparison, demo
+from takeback import __version__, comparison, demo, predict
 from takeback.cli import app
 from takeback.compiler.run.eager import eager_step
 
@@ -418,6 +418,13 @@ def test_demo_ends_with_equal_bits_and_what_to_do_next(tmp_path: Path) -> None:
     assert page.exists()
 
 
+@pytest.fixture
+def one_lesson(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = demo.lessons(tiny=True)[:1]
+    monkeypatch.setattr(demo, "lessons", lambda *, tiny: first)
+
+
+@pytest.mark.usefixtures("one_lesson")
 def test_demo_exits_1_where_a_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_check_gradients", lambda lesson, advance: 3)
     result = run("demo", "--tiny", "--steps", "4")
@@ -442,8 +449,9 @@ def test_ratio_of_times_is_the_median_of_pairs_and_its_spread_is_shown() -> None
     """The machine becomes ten times slower after two pairs: medians of each side would say nothing."""
     eager = [comparison.Sample(s, 0) for s in (1.0, 1.0, 10.0, 10.0, 10.0)]
     ours = [comparison.Sample(s, 0) for s in (0.5, 0.5, 5.0, 6.0, 7.0)]
-    tiny = demo.lessons(tiny=True)[0]
-    report = demo.teach(tiny, 4, lambda text: None).report
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = predict(model, lambda m, x: m(x).square().mean(), optimizer, torch.ones(4, 8))
     result = comparison.SideBySide(eager, ours, None, report, (0, 0))
     assert result.ratios == [0.5, 0.5, 0.5, 0.6, 0.7]
     console = Console(width=80, record=True, force_terminal=False)
@@ -462,6 +470,7 @@ def test_demo_leaves_some_threads_to_others_and_puts_their_number_back() -> None
         assert torch.get_num_threads() == there
 
 
+@pytest.mark.usefixtures("one_lesson")
 def test_demo_works_without_the_native_allocator_and_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("takeback.compiler.run.allocator.load", lambda *_: None)
     console = Console(width=80, record=True, force_terminal=False)

@@ -83,9 +83,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     torch.set_num_threads(threads)
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("elsewhere", "short_search")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_examples_of_page_run_and_print_what_it_says(page: Path) -> None:
+    run_page(page.read_text(), str(page))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_examples_of_page_print_what_it_says_after_a_whole_search(page: Path) -> None:
     run_page(page.read_text(), str(page))
 
 

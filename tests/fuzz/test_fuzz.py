@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "short_search", "eagers_kernels"),
     pytest.mark.filterwarnings("ignore"),
 ]
-FEW = settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=2, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 
 
 @FEW
@@ -27,6 +27,15 @@ def test_random_program_trains_as_in_eager(recipe: Recipe) -> None:
 @FEW
 @given(recipes())
 def test_random_clusters_as_inductor_is_given_them_are_right(recipe: Recipe) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "compile_cluster", interpret_cluster)
+        judge(recipe, "fast", whole=False)
+
+
+@pytest.mark.slow
+@settings(FEW, max_examples=50)
+@given(recipes())
+def test_many_random_clusters_as_inductor_is_given_them_are_right(recipe: Recipe) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "compile_cluster", interpret_cluster)
         judge(recipe, "fast", whole=False)

@@ -26,7 +26,8 @@ from heads import (
 
 from takeback.compiler.layout import transient_bytes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 NAMES = ("plain", "with_z_loss", "smoothed", "shifted_logits", "over_items", "padded_vocabulary", "by_hand")
 

@@ -39,7 +39,8 @@ import takeback as tb
 from takeback.errors import CaptureError, OptionError
 from takeback.zoo.gpt import GPT, GPTConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from harness import assert_same, same_bits
 from takeback.compiler.ownership.writes import undo_bytes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

@@ -39,7 +39,9 @@ from takeback.compiler.run import allocator_executor
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.cuda_graph import CAPTURED, DEVICE_BOUND
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
 ALWAYS = {"graphs": "always"}
 STEPS = 14  #: so that the sampled replay, the tenth, lets go of a graph, and another is captured
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from takeback.errors import NoRoomError, PlanError
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=True)
 FUSED = partial(torch.optim.AdamW, lr=1e-3, fused=True)

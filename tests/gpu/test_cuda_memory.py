@@ -16,7 +16,8 @@ from takeback.compiler.run.eager import eager_step
 from takeback.zoo.gpt import GPT, GPTConfig
 from takeback.zoo.resnet import ResNet, ResNetConfig
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)

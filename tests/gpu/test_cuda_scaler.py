@@ -32,7 +32,8 @@ from torch.amp import GradScaler
 import takeback as tb
 from takeback.compiler.run.eager import eager_step
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 Scalers = Callable[[], GradScaler]
 

@@ -20,10 +20,10 @@ import takeback as tb
 from takeback import optim
 from takeback.optim import launch, proof
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # triton's own, while it compiles
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # triton's own, while it compiles
 
 CHUNK = launch.CHUNK
 SHAPES = ((33, 7), (7,), (), (64, 64), (4, 3, 3, 3), (CHUNK,), (3 * CHUNK + 5,), (130, 65), (1, 1), (CHUNK + 4,))

@@ -11,7 +11,8 @@ from torch import nn
 
 import takeback as tb
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 Model = Callable[[], nn.Module]
 

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import takeback as tb
 from takeback.nn import streams as streams_of_nn
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 
 def by_triton(tensor: torch.Tensor) -> None:

@@ -18,10 +18,10 @@ from subjects import OURS, failures
 from takeback.hazards import HAZARDS, OpUnderTest, Verdict, judge, run, run_ddp
 from takeback.nn import streams
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 STREAMS = [each for each in HAZARDS if each.name.startswith("two streams")]
 COMPILED = [each for each in HAZARDS if each.name.startswith("torch.compile")]

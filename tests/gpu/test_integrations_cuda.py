@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))  # the twins are shared with the tests for the CPU
 
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(method="thread"),  # Lightning keeps the handler of a signal
 ]

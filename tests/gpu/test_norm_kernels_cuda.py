@@ -18,10 +18,10 @@ from norm_cases import EPS, OLD, Case, check, draw, flat_of, reference, rms_erro
 
 from takeback.nn.kernels.norms import Done, Into, NotMine, rms_norm_backward_
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d

@@ -8,10 +8,10 @@ import torch
 import takeback as tb
 from takeback import zoo
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("short_search"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 
 # cuDNN takes 0.5 MiB inside of one of the small ResNet's convolutions, of which the prediction knows nothing.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import takeback as tb
 from takeback.compiler.run import inductor, tile_forms
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("short_search"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("short_search")
 
 
 def _perceptron() -> nn.Module:

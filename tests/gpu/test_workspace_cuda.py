@@ -7,7 +7,8 @@ import torch
 
 import takeback as tb
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA GPU", allow_module_level=True)
 
 CUDA = "cuda"
 

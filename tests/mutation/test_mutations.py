@@ -7,6 +7,7 @@ This is a small part, of five plans. `make trust` runs all of it: 19 kinds, 32 p
 from __future__ import annotations
 
 import collections
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,10 @@ from run_mutations import count_, inject
 from takeback.compiler.layout import propose
 
 EACH = 7  #: of a kind, in each plan
+FEW = 3  #: of the kinds that catch no planted fault (tests/faults/faults.py); a slow test has all of them
+CATCHING = re.findall(
+    r"test_no_harmful_fault_is_accepted\[(.*)\]", (Path(__file__).parents[1] / "faults/faults.py").read_text()
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +37,16 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Subject]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_harmful_fault_is_accepted(kind: str, subjects: list[Subject]) -> None:
+    assert_caught(kind, subjects, EACH if kind in CATCHING else FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CATCHING])
+def test_none_of_more_harmful_faults_is_accepted(kind: str, subjects: list[Subject]) -> None:
+    assert_caught(kind, subjects, EACH)
+
+
+def assert_caught(kind: str, subjects: list[Subject], each: int) -> None:
     counts: collections.Counter[str] = collections.Counter()
     missed: list[str] = []
 
@@ -41,9 +56,9 @@ def test_no_harmful_fault_is_accepted(kind: str, subjects: list[Subject]) -> Non
             missed.append(f"{subject.name}: {mutant.what}: {verdict.harm}")
 
     for subject in subjects:
-        inject(kind, subject, Random(f"quick {kind} {subject.name}"), EACH, watch, tries=3)
+        inject(kind, subject, Random(f"quick {kind} {subject.name}"), each, watch, tries=3)
     assert not missed
-    assert counts["caught"] == counts["harmful"] >= 4
+    assert counts["caught"] == counts["harmful"] > each // 2
 
 
 def test_valid_plans_are_accepted_and_run_with_eagers_bits(subjects: list[Subject]) -> None:

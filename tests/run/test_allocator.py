@@ -501,10 +501,11 @@ def test_a_parallel_region_of_another_thread_stays_right_while_this_one_replays(
     assert right == [True] * 20
 
 
-def test_stress_all_modes_on_two_threads_with_frees_on_either(native: Native) -> None:
+@pytest.mark.parametrize("rounds", [12, pytest.param(40, marks=pytest.mark.slow)])  # each mode is one in four of them
+def test_stress_all_modes_on_two_threads_with_frees_on_either(native: Native, rounds: int) -> None:
     gc.collect()
     mapped, logged = native._library.tb_arena_count(), native._library.tb_logged_count()
-    rounds, per_round = 40, 500
+    per_round = 500
     handed: list[queue.SimpleQueue[torch.Tensor | None]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     wrong: list[str] = []
 

@@ -182,7 +182,8 @@ class Trap:
         pass
 
 
-def test_failure_before_any_op_of_forward_or_backward_takes_the_step_back() -> None:
+@pytest.mark.parametrize("every", [29, pytest.param(7, marks=pytest.mark.slow)])
+def test_failure_before_any_op_of_forward_or_backward_takes_the_step_back(every: int) -> None:
     case = zoo.case("resnet")
     step = streamed(case)
     for _ in range(3):
@@ -193,7 +194,7 @@ def test_failure_before_any_op_of_forward_or_backward_takes_the_step_back() -> N
     kinds = zip(executor.program.ops, executor.layout.kinds, strict=True)
     computing = sum(op.phase is not Phase.UPDATE and kind is not Kind.NOTHING for op, kind in kinds)
     assert computing > 100
-    for count in range(0, computing, 7):
+    for count in range(0, computing, every):
         # Not one about memory: what would fit takes a search (tests/step/test_unfit.py).
         executor._meter, executor._bound, plan.rehearsals = Trap(count, ArithmeticError("this op fails")), None, 0
         with pytest.raises(ArithmeticError):

@@ -151,7 +151,8 @@ def test_results_that_have_changed_places_are_found(written: tuple[AllocatorCode
             audit([*lines[:i], (position, swapped), *lines[i + 1 :]], code.meant, layout)
 
 
-def test_another_kernel_number_or_order_of_scalars_is_found(written: tuple[AllocatorCode, Layout]) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_another_kernel_number_or_order_of_scalars_is_found(written: tuple[AllocatorCode, Layout], every: int) -> None:
     code, layout = written
     lines = list(code.lines)
     functions = [name for name in code.constants if name.startswith("f")]
@@ -159,7 +160,7 @@ def test_another_kernel_number_or_order_of_scalars_is_found(written: tuple[Alloc
     other = {name: next(f for f in functions if code.constants[f] != code.constants[name]) for name in functions}
     other |= {name: next(n for n in numbers if code.constants[n] != code.constants[name]) for name in numbers}
     found = {"f": 0, "n": 0, "S": 0}
-    for i, position, text in calls(lines, r"f\d+\("):
+    for i, position, text in calls(lines, r"f\d+\(")[::every]:
         for name in {*re.findall(r"\b[fn]\d+\b", text), *re.findall(r"S\[\d+\]", text)}:
             instead = other.get(name, "S[99]")
             changed = re.sub(rf"{re.escape(name)}(?!\d)", instead, text)
@@ -185,10 +186,11 @@ def test_a_look_with_another_geometry_is_found(written: tuple[AllocatorCode, Lay
         audit(lines, spoiled, layout)
 
 
-def test_a_call_that_is_left_out_or_made_twice_is_found(written: tuple[AllocatorCode, Layout]) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_call_that_is_left_out_or_made_twice_is_found(written: tuple[AllocatorCode, Layout], every: int) -> None:
     code, layout = written
     lines = list(code.lines)
-    for i, _, _ in calls(lines, r"f\d+\("):
+    for i, _, _ in calls(lines, r"f\d+\(")[::every]:
         for changed in (lines[:i] + lines[i + 1 :], [*lines[: i + 1], *lines[i:]]):
             with pytest.raises(BorrowError):
                 audit(changed, code.meant, layout)

@@ -18,7 +18,7 @@ from takeback.compiler.passes import Home
 from takeback.compiler.run import allocator
 from takeback.compiler.run.allocator import ALLOC, Cell
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 @pytest.mark.parametrize("make", [adamw, momentum, adagrad])

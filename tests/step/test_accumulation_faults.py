@@ -18,7 +18,7 @@ from harness import assert_same, gradients_of, state_of
 from takeback.compiler.program import Phase
 from takeback.errors import CaptureError, OptionError, VerifyError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 @pytest.fixture

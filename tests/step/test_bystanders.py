@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from takeback import compile_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 def loss_fn(model: nn.Module, x: Tensor) -> Tensor:

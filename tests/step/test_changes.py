@@ -20,7 +20,7 @@ import torch
 import takeback as tb
 from takeback.errors import CaptureError, VerifyError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import takeback as tb
 from takeback.errors import CaptureError, VerifyError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 SCALE = 1.0
 OTHER_SCALE = 1.0

@@ -40,7 +40,7 @@ from takeback.compiler.program import Phase
 from takeback.compiler.run import allocator
 from takeback.errors import CaptureError
 
-pytestmark = pytest.mark.usefixtures("one_thread", "ctrl_c_raises")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "ctrl_c_raises")
 
 
 @pytest.fixture

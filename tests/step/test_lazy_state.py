@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from harness import Case, adamw, sgd, train_both
 from takeback import CaptureError, compile_step
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 
 class Lazy(nn.Module):

@@ -18,7 +18,7 @@ from takeback.compiler.passes import recompute
 from takeback.compiler.run.eager import eager_step
 from takeback.compiler.run.earnings import NO_ROOM, NOT_EARNED, Earnings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 VOCABULARY = 50
 LossFn = Callable[..., Tensor]

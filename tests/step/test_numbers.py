@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 BETA = 0.0
 
 

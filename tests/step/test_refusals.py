@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator
 import takeback as tb
 from takeback.errors import CaptureError, OptionError, TakebackError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 HERE = r"test_refusals\.py"
 Loss = Callable[..., Any]

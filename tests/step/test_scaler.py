@@ -461,16 +461,18 @@ class Trap:
             raise MemoryError("no room in this kernel")
 
 
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizers", [adamw, fused_adamw], ids=lambda f: f.__name__)
-def test_exception_before_any_op_of_the_backward_takes_the_step_back(optimizers: Optimizers) -> None:
+def test_exception_before_any_op_of_the_backward_takes_the_step_back(optimizers: Optimizers, every: int) -> None:
     pair = Pair(optimizers, {"accumulate": 2})
     pair.advance(4)
     executor = pair.step._plans[0].executor
     plain, source = executor._cell.view, executor.code.source  # type: ignore[attr-defined]
     compute = source[: source.index("def update")]
     positions = [i for i in range(len(executor.program.ops)) if f"cell[0] = {i}\n" in compute]
-    assert any("_amp_foreach" in executor.program.ops[i].name for i in positions)
-    for position in positions:
+    unscaling = [i for i in positions if "_amp_foreach" in executor.program.ops[i].name]
+    assert unscaling
+    for position in sorted({*positions[::every], *unscaling, positions[-1]}):
         before = pair.state()
         executor._cell.view, executor._generation = Trap(plain, position), -1  # type: ignore[attr-defined]
         with pytest.raises(MemoryError):

@@ -18,7 +18,7 @@ from harness import Case, sgd, train_both
 from takeback.compiler.capture.uncompiled import SCRIPTED, unscripted
 from takeback.errors import CaptureError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.usefixtures("one_thread", "short_search"), pytest.mark.filterwarnings("ignore")]
 
 
 def scripted(function: Callable[..., Tensor]) -> Any:

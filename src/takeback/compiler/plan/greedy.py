@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,9 +69,9 @@ class _Strategy:
     """`pinned` are the offsets of the packed items, by index; `order` holds the others."""
 
     name: str
-    order: list[int]
+    order: Ints
     best_fit: bool
-    hangs: list[bool]
+    hangs: NDArray[np.uint8]
     pinned: dict[int, int]
 
 
@@ -81,7 +81,7 @@ class _Attempt:
 
     offsets: list[int] | None
     arena_bytes: int
-    sticking_out: list[int]
+    sticking_out: Ints | list[int]
     placements: int
 
 
@@ -123,9 +123,9 @@ def _known(like: PlacingOrder, items: list[Item], pinned: dict[int, int]) -> _St
     order = sorted(range(len(items)), key=lambda i: (rank.get(items[i].id, len(rank)), -items[i].size_bytes))
     return _Strategy(
         name=like.name,
-        order=[index for index in order if index not in pinned],
+        order=np.array([index for index in order if index not in pinned], dtype=np.int64),
         best_fit=like.best_fit,
-        hangs=[item.id in like.hangs for item in items],
+        hangs=np.array([item.id in like.hangs for item in items], dtype=np.uint8),
         pinned=pinned,
     )
 
@@ -133,7 +133,7 @@ def _known(like: PlacingOrder, items: list[Item], pinned: dict[int, int]) -> _St
 def _order_of(strategy: _Strategy, items: list[Item], arena_bytes: int) -> PlacingOrder:
     return PlacingOrder(
         name=strategy.name,
-        items=tuple(items[i].id for i in strategy.order),
+        items=tuple(items[i].id for i in strategy.order.tolist()),
         best_fit=strategy.best_fit,
         hangs=frozenset(item.id for item, hung in zip(items, strategy.hangs, strict=True) if hung),
         packed=bool(strategy.pinned),
@@ -148,12 +148,12 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, _Stra
     attempts = placements = 0
     # What was tried since the best was found. Promotion leads round in circles: an order that comes up again while the
     # best is still the same will end as it did, and once all of them do, nothing better will ever come.
-    tried: dict[tuple[str, tuple[int, ...]], _Attempt] = {}
+    tried: dict[tuple[str, bytes], _Attempt] = {}
     while strategies:
         next_round: list[_Strategy] = []
         news = False
         for strategy in strategies:
-            key = (strategy.name, tuple(strategy.order))
+            key = (strategy.name, strategy.order.tobytes())
             attempt = tried.get(key)
             if attempt is None:
                 news = True
@@ -171,8 +171,8 @@ def _search(table: _Table, strategies: list[_Strategy]) -> tuple[_Attempt, _Stra
                 return best, winner
             order = _promote(table, strategy.order, attempt.sticking_out)
             # An order that promotion leaves as it is would only repeat itself.
-            if order != strategy.order:
-                next_round.append(replace(strategy, order=order))
+            if not np.array_equal(order, strategy.order):
+                next_round.append(_Strategy(strategy.name, order, strategy.best_fit, strategy.hangs, strategy.pinned))
         if not news:
             break
         strategies = next_round
@@ -277,9 +277,9 @@ def _strategies(table: _Table, packing: str, pinned: dict[int, int]) -> list[_St
     return [
         _Strategy(
             name=f"{packing}{order}; {'best' if best_fit else 'first'} fit; {hangs}",
-            order=[index for index in orders[order].tolist() if index not in pinned],
+            order=np.array([index for index in orders[order].tolist() if index not in pinned], dtype=np.int64),
             best_fit=best_fit,
-            hangs=hanging[hangs].tolist(),
+            hangs=hanging[hangs].astype(np.uint8),
             pinned=pinned,
         )
         for hangs in hanging
@@ -304,10 +304,11 @@ def _place(table: _Table, strategy: _Strategy, *, give_up_at: int | None) -> _At
         arena_bytes = max(arena_bytes, offset + sizes[index])
     if give_up_at is not None and arena_bytes >= give_up_at:
         return _Attempt(None, arena_bytes, sticking_out, len(strategy.pinned))
-    for count, index in enumerate(strategy.order, len(strategy.pinned)):
+    hangs = strategy.hangs.tolist()
+    for count, index in enumerate(strategy.order.tolist(), len(strategy.pinned)):
         start, end, size_bytes = starts[index], ends[index], sizes[index]
         offset = placed.lowest_or_best_offset(
-            start, end, size_bytes, table.ceiling, best_fit=strategy.best_fit, hangs=strategy.hangs[index]
+            start, end, size_bytes, table.ceiling, best_fit=strategy.best_fit, hangs=bool(hangs[index])
         )
         top = offset + size_bytes
         offsets[index] = offset
@@ -325,18 +326,16 @@ def _place_natively(table: _Table, native: Placer, strategy: _Strategy, give_up_
     pinned = np.fromiter(strategy.pinned, dtype=np.int64, count=len(strategy.pinned))
     offsets[pinned] = list(strategy.pinned.values())
     found = native.place(
-        np.array(strategy.order, dtype=np.int64),
+        strategy.order,
         pinned,
-        np.array(strategy.hangs, dtype=np.uint8),
+        strategy.hangs,
         offsets=offsets,
         best_fit=strategy.best_fit,
         ceiling=table.ceiling,
         give_up_at=give_up_at,
     )
     gave_up = give_up_at is not None and found.arena_bytes >= give_up_at
-    return _Attempt(
-        None if gave_up else found.offsets.tolist(), found.arena_bytes, found.sticking_out.tolist(), found.placed
-    )
+    return _Attempt(None if gave_up else found.offsets.tolist(), found.arena_bytes, found.sticking_out, found.placed)
 
 
 class _PlacedColumns:
@@ -402,13 +401,13 @@ class _PlacedRows:
         return found + found_bytes - size_bytes if hangs else found
 
 
-def _promote(table: _Table, order: list[int], sticking_out: list[int]) -> list[int]:
+def _promote(table: _Table, order: Ints, sticking_out: Ints | list[int]) -> Ints:
     """The order with the items that found no gap first, then all that live at their busiest moments."""
-    crowd = np.zeros(len(table.sizes), dtype=np.bool_)
-    for index in sticking_out[:MOST_PROMOTED_MOMENTS]:
-        crowd |= (table.starts <= table.busiest[index]) & (table.busiest[index] < table.ends)
-    rank = np.where(crowd, 1, 2)
+    if not len(sticking_out):
+        return order
+    moments = table.busiest[sticking_out[:MOST_PROMOTED_MOMENTS]][:, None]
+    crowd = ((table.starts <= moments) & (moments < table.ends)).any(axis=0)
+    rank = np.where(crowd, np.int8(1), np.int8(2))
     rank[sticking_out] = 0
-    placed = np.array(order, dtype=np.int64)
-    found: list[int] = placed[np.argsort(rank[placed], kind="stable")].tolist()
+    found: Ints = order[np.argsort(rank[order], kind="stable")]
     return found

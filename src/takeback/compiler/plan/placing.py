@@ -7,6 +7,7 @@ the same plans, later.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,18 +53,29 @@ class Placer:
         give_up_at: int | None,
     ) -> Placing:
         """`pinned` are placed first, at their `offsets`; then the others in their order."""
-        all_items = np.ascontiguousarray(np.concatenate((pinned, order)), dtype=np.int64)
-        number = len(all_items)
+        all_items = np.ascontiguousarray(np.concatenate((pinned, order)) if len(pinned) else order, dtype=np.int64)
         found = np.array(offsets, dtype=np.int64)
-        out, counts = np.empty(number, dtype=np.int64), np.zeros(2, dtype=np.int64)
-        rows = np.empty((number, 4), dtype=np.int64)
+        out, counts, _ = self._scratch
+        counts[:] = 0
+        tables, scratch = self._addresses
         arena_bytes = self.function(
-            *(a.ctypes.data for a in (self.sizes, self.starts, self.ends, all_items)),
-            *(len(pinned), number, hangs.ctypes.data, int(best_fit), ceiling),
-            *(-1 if give_up_at is None else give_up_at, found.ctypes.data, out.ctypes.data),
-            *(counts.ctypes.data, rows.ctypes.data),
+            *(*tables, all_items.ctypes.data, len(pinned), len(all_items), hangs.ctypes.data, int(best_fit), ceiling),
+            *(-1 if give_up_at is None else give_up_at, found.ctypes.data, *scratch),
         )
-        return Placing(found, int(arena_bytes), out[: int(counts[1])], int(counts[0]))
+        placed, sticking_out = counts.tolist()
+        return Placing(found, int(arena_bytes), out[:sticking_out].copy(), placed)
+
+    @functools.cached_property
+    def _scratch(self) -> tuple[Ints, Ints, Ints]:
+        """For what sticks out, for two counts, and for what is placed already: one call's after the other."""
+        number = len(self.sizes)
+        return np.empty(number, dtype=np.int64), np.zeros(2, dtype=np.int64), np.empty((number, 4), dtype=np.int64)
+
+    @functools.cached_property
+    def _addresses(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the tables, and of the scratch: to ask an array for its address takes longer than to place an item."""
+        tables = (self.sizes, self.starts, self.ends)
+        return tuple(a.ctypes.data for a in tables), tuple(a.ctypes.data for a in self._scratch)
 
 
 def opened(path: Path) -> PlaceFunction:
