@@ -314,9 +314,40 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: in shadow, an op that was changed is not known again",
         "compiler/passes/shadow.py",
-        "        self._ops, self._read_at = new, None\n        self._note_makers_()\n",
-        "        self._ops, self._read_at = new, None\n",
+        "        self._ops, self._buffers, self._read_at = new, buffers, None\n        self._note_makers_()\n",
+        "        self._ops, self._buffers, self._read_at = new, buffers, None\n",
         ("tests/fuzz/test_fuzz.py::test_value_that_was_written_in_place_since_is_not_copied_again_by_a_later_cluster",),
+    ),
+    PlantedFault(
+        "passes: what clusters make on their way is free of charge",
+        "compiler/passes/recompute.py",
+        "(share * self.step_s - self._spent_s) * NS",
+        "share * self.step_s * NS",
+        ("tests/passes/test_shadow.py::test_what_comes_out_of_clusters_counts_against_the_share_that_may_be_spent",),
+    ),
+    PlantedFault(
+        "passes: in shadow, all is made whatever it takes",
+        "compiler/passes/shadow.py",
+        "            self._is_over = self._spent_s + cost_s > self._price.most_s\n",
+        "            self._is_over = False\n",
+        ("tests/passes/test_shadow.py::test_what_comes_out_of_clusters_counts_against_the_share_that_may_be_spent",),
+    ),
+    PlantedFault(
+        "passes: a choice does not say how much clusters make on their way",
+        "compiler/passes/recompute.py",
+        "Chosen(replace(choice, shadows=len(draft.rebuilt)), draft.program.ops, notes)",
+        "Chosen(choice, draft.program.ops, notes)",
+        (
+            "tests/passes/test_shadow.py"
+            "::test_choice_of_an_earlier_process_is_found_again_with_what_comes_out_of_clusters",
+        ),
+    ),
+    PlantedFault(
+        "passes: a convolution in groups is priced as a whole one",
+        "compiler/passes/cost.py",
+        "    if target is aten.convolution_backward.default and not op.args[7]:\n",
+        "    if False:\n",
+        ("tests/passes/test_cost.py::test_convolution_and_its_backward[2-1]",),
     ),
     PlantedFault(
         "passes: in bundle, what reads a result is not looked at",

@@ -24,7 +24,9 @@ from takeback.compiler.program import Cluster, Program
 from takeback.compiler.run import kernels
 from takeback.compiler.run.arena_executor import ArenaExecutor
 from takeback.compiler.run.cluster_ops import eagerly
+from takeback.compiler.run.eager import Recipe
 from takeback.compiler.run.proof import Thinning
+from takeback.compiler.run.replayer import Replayer
 from takeback.errors import StalePlanError, VerifyError
 from takeback.options import Options
 
@@ -348,6 +350,32 @@ def test_what_comparing_kernels_took_is_given_back_after_that_step(monkeypatch: 
     assert min(compared) > 1
     assert set(compared) <= set(given_back)
     assert max(given_back) == max(compared)
+
+
+def test_eagers_forward_and_the_replay_beside_it_find_nothing_of_each_other_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their blocks have other sizes: a GPU would hold both. Steps that are not compared wait for nothing."""
+    course: list[str] = []
+
+    def noting(name: str, what: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            course.append(name)
+            return what(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(ArenaExecutor, "make_room_", noting("room", ArenaExecutor.make_room_))
+    monkeypatch.setattr(Recipe, "forward", noting("forward", Recipe.forward))
+    monkeypatch.setattr(Replayer, "replay", noting("replay", Replayer.replay))
+    pair = Pair()
+    for i in range(2):
+        pair.step(*rows(i))
+    monkeypatch.setattr(Thinning, "samples", lambda self, replays: replays == 4)
+    course.clear()
+    for i in range(2, 6):
+        pair.step(*rows(i))
+    assert " ".join(course) == "replay replay room forward room replay replay"
 
 
 def test_kernel_that_becomes_wrong_is_found_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:

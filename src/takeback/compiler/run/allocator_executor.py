@@ -109,6 +109,9 @@ class AllocatorExecutor(Executor):
     def settle_(self) -> None:
         self._meter.trim(self.layout.alive_bytes)
 
+    def make_room_(self) -> None:
+        self._meter.give_back()
+
     def count_aside(self) -> Callable[[], int]:
         self._meter.begin()
         return self._meter.end

@@ -111,6 +111,9 @@ class Executor:
     def settle_(self) -> None:
         """Called when a comparison is over: what it needed besides is given back."""
 
+    def make_room_(self) -> None:
+        """Called before and after eager runs beside the plan: what one leaves in a cache is of no use to the other."""
+
     def uncapture_(self) -> None:
         """Gives back what a captured graph holds: a comparison with eager is to fit into the plan's memory."""
 

@@ -39,6 +39,10 @@ class Meter:
         if cached > _SPARE * needed_bytes:
             torch.cuda.empty_cache()
 
+    def give_back(self) -> None:
+        """Gives back all of the cache: what comes next takes blocks of other sizes, and would take them besides."""
+        torch.cuda.empty_cache()
+
 
 class NoMeter:
     """Where the allocator keeps no statistics."""
@@ -53,6 +57,9 @@ class NoMeter:
         return 0
 
     def trim(self, needed_bytes: int) -> None:
+        pass
+
+    def give_back(self) -> None:
         pass
 
 

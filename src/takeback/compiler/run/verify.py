@@ -158,6 +158,7 @@ class BesideEager:
         is told the most bytes that eager's forward took, where the allocator counts them."""
         self.goes_this_way(run)
         program = self.executor.program
+        self.executor.make_room_()
         with Transaction() as aside:
             aside.at_end(saved(self.written(), program))
             aside.compute()
@@ -169,6 +170,7 @@ class BesideEager:
                         seen(end())
             except Exception as error:
                 raise ForwardFails(f"its forward cannot be run without gradients ({type(error).__name__})") from error
+        self.executor.make_room_()
         states = [(g, g.get_state()) for g in generators_of(program)]
 
         def compare() -> None:
