@@ -74,6 +74,14 @@ trust: $(STAMP)
 	$(BIN)/python benchmarks/transformers_models.py --markdown docs/models.md
 	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/run_fuzz.py --minutes 120 --json benchmarks/results/fuzz.json
 	PYTHONPATH=tests:tests/fuzz $(BIN)/python tests/fuzz/run_fuzz.py --traced --json benchmarks/results/fuzz-traced.json
+	$(BIN)/python benchmarks/interrupts.py --replays 20 --out benchmarks/results/interrupts.json
+	if awk '/MemAvailable/ {exit $$2 < 60e6}' /proc/meminfo; then \
+	    $(BIN)/python benchmarks/big_buffers.py --json benchmarks/results/big-buffers.json; \
+	else echo "left out, for want of 60 GB: benchmarks/big_buffers.py"; fi
+	if command -v nvidia-smi > /dev/null; then \
+	    $(BIN)/python benchmarks/soak_gpu.py --json benchmarks/results/soak-gpu.json && \
+	    $(BIN)/python benchmarks/fast_gradients.py --json benchmarks/results/gradients-fast-h200.json; \
+	else echo "left out, for want of a GPU: benchmarks/soak_gpu.py, benchmarks/fast_gradients.py"; fi
 	$(BIN)/python benchmarks/trust.py
 
 # Known vulnerabilities of what is installed here. It asks a server, so it is not part of `make test`. Strictly: a package

@@ -11,6 +11,7 @@ along that gradient, which is what a bias would show in. Losses of two trainings
 from __future__ import annotations
 
 import argparse
+import datetime
 import itertools
 import json
 import sys
@@ -108,7 +109,8 @@ def main() -> None:
         far = f"{min(found['distance']):.4f} to {max(found['distance']):.4f}"
         print(f"{name}: distance {far}, along {fmean(found['along']):+.5f}, loss {fmean(found['loss']):+.5f}")
     if asked.json is not None:
-        asked.json.write_text(json.dumps({"machine": machine(asked.device), "rows": rows}, indent=1) + "\n")
+        about = {"date": datetime.date.today().isoformat(), "machine": machine(asked.device)}
+        asked.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import copy
+import datetime
 import itertools
 import json
 import random
@@ -362,6 +363,7 @@ def main() -> None:
     start = time.perf_counter()
     tally = run(args.interrupts, args.seed, args.replays, show=True)
     result = {
+        "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "command": " ".join(("python", *sys.argv)),
         "seconds": round(time.perf_counter() - start),

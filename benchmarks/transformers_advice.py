@@ -18,6 +18,12 @@ class Advice:
     part: str
     text: str
     config: Mapping[str, Any] = field(default_factory=dict)  #: fields to set
+    uncached: str = ""  #: a method of one of its modules, of which the cache is left out
+
+    def change_modules_(self, model: Any) -> None:
+        for kind in {type(module) for module in model.modules()} if self.uncached else ():
+            if method := getattr(kind, self.uncached, None):
+                setattr(kind, self.uncached, getattr(method, "__wrapped__", method))
 
     def change_(self, config: Any) -> None:
         for name, value in self.config.items():
@@ -30,6 +36,12 @@ ADVICE = (
         "the step draws from numpy.random",
         "`apply_spec_augment=False, layerdrop=0.0` in the config of speech models",
         config={"apply_spec_augment": False, "layerdrop": 0.0},
+    ),
+    # An lru_cache whose keys are tensors of the step, so that it never gives back what it holds.
+    Advice(
+        "in _prepare_multilevel_features: spatial_shapes = torch.tensor(",
+        "before training, `D._get_coords = D._get_coords.__wrapped__`, with `D = type(model.detr_decoder)`",
+        uncached="_get_coords",
     ),
 )
 

@@ -51,7 +51,7 @@ from takeback.compiler.run.inductor import Compiled, NotCompiled
 from takeback.errors import TakebackError
 from tiny_transformers import MOST_PARAMETERS, Architecture, architectures, batches, configs, fits, loss_of
 from transformers_advice import NONE, Advice, advice_for
-from trust_samples import NEAR_MODELS
+from trust_samples import NEAR_MODELS, devices
 
 STEPS = 4
 RESULTS = Path(__file__).parent / "results" / "transformers-models.json"
@@ -80,6 +80,7 @@ class Row:
     inputs: tuple[str, ...] = field(default=())
     memory: str = "keep"
     advice: str = ""  #: that was followed
+    device: str = ""  #: on which this was found; the file's own is that of the last run
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,7 @@ def trainable(architecture: Architecture, advice: Advice) -> tuple[Build, Batche
                 why = why or f"{size:,} parameters"
                 continue
             model = built(architecture, config)
+            advice.change_modules_(model)
         except Exception as error:
             why = why or f"not built: {one_line(error)}"
             continue
@@ -377,8 +379,8 @@ def markdown(rows: Sequence[Row], versions: dict[str, Any]) -> str:
         "architecture of the package that can be built tiny and that eager can train then, "
         f'{STEPS} steps of AdamW beside eager, `memory="keep"`, training mode, the config\'s own dropout.',
         "",
-        f"transformers {versions['transformers']}, torch {versions['torch']}, Python {versions['python']}, "
-        f"{versions['device']}, one thread.",
+        f"transformers {versions['transformers']}, torch {versions['torch']}, Python {versions['python']}, one thread; "
+        f"{devices([asdict(r) for r in rows])}.",
         "",
         f"**{len(equal)} of {len(trained)}** have eager's losses and parameters, bit for bit, from one plan.",
         "",
@@ -423,7 +425,7 @@ def fast_part(rows: Sequence[Row]) -> list[str]:
         "",
         f"{sum(r.outcome != 'skipped' for r in rows)} of the models on the CPU, with eager's kernels in the clusters, "
         f'{STEPS} steps of SGD: "equal" in bits, or "near": {NEAR_MODELS}. Made by '
-        "`benchmarks/transformers_models.py --mode fast`.",
+        f"`benchmarks/transformers_models.py --mode fast`; {devices([asdict(r) for r in rows])}.",
         "",
         f"| memory | {' | '.join(shown)} |",
         f"|---|{'---:|' * len(shown)}",
@@ -431,9 +433,9 @@ def fast_part(rows: Sequence[Row]) -> list[str]:
     for memory in dict.fromkeys(r.memory for r in rows):
         found = totals([r for r in rows if r.memory == memory])
         lines.append(f"| {memory} | {' | '.join(str(found[o]) for o in shown)} |")
-    late = [r.name for r in rows if r.outcome == "timeout"]
+    late = [f"{r.name} ({r.reason})" for r in rows if r.outcome == "timeout"]
     if late:
-        lines += ["", f"Not done within a minute, on a machine that others used, too: {', '.join(late)}."]
+        lines += ["", f"Not done within its time, on a machine that others used, too: {', '.join(late)}."]
     return [*lines, ""]
 
 
@@ -495,7 +497,7 @@ def main() -> None:
     start = time.perf_counter()
     for i, architecture in enumerate(chosen):
         made = examine(architecture, how) if arguments.here else tried(architecture, how, arguments.seconds)
-        row = replace(made, memory=how.memory)
+        row = replace(made, memory=how.memory, device=str(machine()["device"]))
         rows.append(row)
         known[row.name] = row
         took = time.perf_counter() - start

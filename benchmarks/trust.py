@@ -22,8 +22,8 @@ PAGE = ROOT / "docs" / "trust.md"
 _HEAD = """# What was tried, and what came of it
 
 Long runs that look for wrong numbers, and for anything that is lost or grows. Each has a short part in `make test`; all
-of it is `make trust`, but for what wants a GPU or the memory of its host (the last sections). This page is written by
-`benchmarks/trust.py` from the results of the last runs.
+of it is `make trust`, which leaves out what wants a GPU where there is none, and the large buffers where there is too
+little memory. This page is written by `benchmarks/trust.py` from the results of the last runs.
 """
 
 _CHECKS = """## Faults in plans
@@ -92,9 +92,10 @@ def page() -> str:
         "transformers-models": _models,
         "fuzz": _fuzz,
         "faults-around": lambda _: _FAULTS.format(table=trust_faults.table()),
+        "interrupts": trust_faults.interrupts,
         "soak": _soak,
         "soak-fast": _soak,
-        "soak-gpu": trust_samples.gpu,
+        "soak-gpu": _gpu,
         "big-buffers": trust_samples.big,
     }
     parts = [_HEAD]
@@ -111,6 +112,11 @@ def _models(exact: dict[str, Any]) -> str:
     fast = RESULTS / "transformers-models-fast.json"
     found = {"exact": exact} | ({"fast": json.loads(fast.read_text())} if fast.exists() else {})
     return trust_samples.models(found)
+
+
+def _gpu(found: dict[str, Any]) -> str:
+    gradients = RESULTS / "gradients-fast-h200.json"
+    return trust_samples.gpu(found, json.loads(gradients.read_text()) if gradients.exists() else None)
 
 
 def _fuzz(found: dict[str, Any]) -> str:

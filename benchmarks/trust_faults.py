@@ -1,11 +1,13 @@
-"""The faults that docs/trust.md lists: what goes wrong, what comes of it, and the test that says so.
+"""The faults that docs/trust.md lists: what goes wrong, what comes of it, and the test that says so; and Ctrl-C.
 
 tests/test_trust.py demands that each of these tests is there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -216,3 +218,47 @@ def table() -> str:
         said = "; ".join(f"[{file}](../tests/{file}): {', '.join(names)}" for file, names in files.items())
         rows.append(f"| {line.fault} | {line.outcome} | {said} |")
     return "\n".join(rows)
+
+
+_INTERRUPTS = """## Ctrl-C at random moments
+
+{interrupts:,} interrupts by a timer that struck inside of a step, of tiny models with options that are drawn anew again
+and again. After each, parameters, buffers, optimizer, scaler and random state must be those of a complete step, before
+or after it, everything that a step sets for its time must be as it was, and the next steps must be eager's, bit by bit.
+"faults": interrupts after which something was not.
+
+| code | interrupts | while recording | in a replay | faults |
+|---|--:|--:|--:|---|
+{rows}
+
+{last} `benchmarks/interrupts.py`, {about}, torch {torch}, Python {python}, {device}.
+"""
+
+
+def interrupts(found: Mapping[str, Any]) -> str:
+    """`found`: of one run, or several under "runs", the last one of the newest code."""
+    runs = found.get("runs", [found])
+    rows = []
+    for run in runs:
+        recording = run["by kind of step"].get("recording", 0)
+        told = "; ".join(f"{n} x {_in_a_cell(kind)}{_mended(run, kind)}" for kind, n in run["faults"].items())
+        counts = f"{run['interrupts']:,} | {recording:,} | {run['interrupts'] - recording:,}"
+        rows.append(f"| {run.get('code', 'of this run')} | {counts} | {told or 'none'} |")
+    newest = runs[-1]
+    last = f"Of the {newest['interrupts']:,} of the last run, {sum(newest['faults'].values()) or 'none'} left a fault."
+    return _INTERRUPTS.format(
+        interrupts=sum(run["interrupts"] for run in runs),
+        rows="\n".join(rows),
+        last=f"**{last}**" if newest["faults"] else last,
+        about=found.get("date") or found["about"],
+        **{k: found["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+def _in_a_cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())
+
+
+def _mended(run: Mapping[str, Any], kind: str) -> str:
+    why = run.get("mended since", {}).get(kind)
+    return f" ({_in_a_cell(why)})" if why else ", **not mended**"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _KERNELS = {"eager": "eager's kernels", "traced": "what Inductor is given", "generated": "Inductor's kernels"}
 OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
+LEAST = 0.1  #: of the groupings, or curves count as different
 
 _SAMPLES = """## PyTorch's own samples
 
@@ -47,7 +51,7 @@ are of several runs; a model that was late on a busy machine keeps the row it ha
 {rows}
 
 The last column adds up "as advised" and "refused".
-`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}, {device}.{note}
+`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}; {device}.{note}
 """
 
 NEAR_MODELS = (
@@ -86,12 +90,26 @@ _GPU = """## Trainings on a GPU
 each with several seeds for dropout ({seeds} trainings in mode fast, {eagers} in eager). {curves}Most growth of a
 training in mode fast, from the second quarter to the last: {growth}. {problems}
 `benchmarks/soak_gpu.py`, {date}, torch {torch}, Python {python}, {device}.
-"""
+{gradients}"""
 
 _CURVES = """The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a hundredth part of the
 way); of all ways to deal the {count} curves into two groups, {chance:.0%} are as far apart or further, and less than
 {least:.0%} would count as a difference. The median distance of a curve of mode fast from one of eager's is
-{between:.4f}, of two of eager's {among}. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}. """
+{between:.4f}, of two of eager's {among}. Mean loss of the last tenth: takeback {last_ours}, eager {last_eager}.
+{pairs}"""
+
+_PAIRS = """With the same seed, takeback ended {low:+.3f} to {high:+.3f} from eager, and above it in {above} of {count}.
+Chance {explains} that: {chance:.0%} of the groupings are as far apart, and a coin falls as one-sidedly in {coin:.0%}
+of cases.
+"""
+
+_GRADIENTS = """
+The gradients {show} bias. At {count} moments of a training of the same model the gradient of the same weights and batch
+was compared with single precision's: in norm, mode fast was {fast_near:.4f} to {fast_far:.4f} of it off, eager
+{eager_near:.4f} to {eager_far:.4f}, and eager further off in {further} of {count}. Along the gradient, where a bias
+would show, mode fast was off by {fast:+.4f} in the mean (standard error {fast_error:.4f}), eager by {eager:+.4f}
+({eager_error:.4f}). `benchmarks/fast_gradients.py`, {about}, torch {torch}, Python {python}, {device}.
+"""
 
 
 def samples(found: Mapping[str, Any]) -> str:
@@ -162,8 +180,17 @@ def models(found: Mapping[str, Mapping[str, Any]]) -> str:
         heads=" | ".join(shown),
         lines="--:|" * len(shown),
         rows="\n".join(rows),
-        **{k: machine[k] for k in ("transformers", "torch", "python", "device")},
+        device="; ".join(f"mode {mode}: {devices(run['models'])}" for mode, run in found.items()),
+        **{k: machine[k] for k in ("transformers", "torch", "python")},
     )
+
+
+def devices(rows: Sequence[Mapping[str, Any]]) -> str:
+    """On which machines they were made, and how many on each."""
+    found = collections.Counter(row["device"] for row in rows)
+    if len(found) == 1:
+        return f"all on {next(iter(found))}"
+    return ", ".join(f"{count} on {device}" for device, count in found.most_common())
 
 
 def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
@@ -197,7 +224,8 @@ def big(found: Mapping[str, Any]) -> str:
     )
 
 
-def gpu(found: Mapping[str, Any]) -> str:
+def gpu(found: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> str:
+    """`beside`: gradients beside single precision's, if there are any."""
     ours = [each for each in found["trainings"] if each["system"] == "takeback"]
     names = ours[0]["growth"] if ours else ()
     growth = {name: max(each["growth"][name] for each in ours) for name in names}
@@ -211,6 +239,7 @@ def gpu(found: Mapping[str, Any]) -> str:
         growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()) or "not known",
         problems=f"**What went wrong: {problems}.**" if problems else "All trainings came to their end.",
         date=found["date"],
+        gradients="" if beside is None else gradients(beside),
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
 
@@ -223,9 +252,54 @@ def _curves(found: Mapping[str, Any]) -> str:
         ours=found["distance from eager"],
         count=len(found["trainings"]),
         chance=found["groupings of the same curves that are as far apart"],
-        least=0.1,
+        least=LEAST,
         between=pairs["takeback and eager"],
         among="not known" if among is None else f"{among:.4f}",
         last_ours=last["takeback"],
         last_eager=last["eager"],
+        pairs=_pairs(found),
+    )
+
+
+def _pairs(found: Mapping[str, Any]) -> str:
+    """How trainings with the same seed ended beside one another; nothing where some are missing."""
+    ours, eagers = (
+        {each["seed"]: loss for each, loss in zip(of_system, found["last tenth"][system], strict=True)}
+        for system in ("takeback", "eager")
+        for of_system in [[each for each in found["trainings"] if each["system"] == system]]
+    )
+    away = [loss - eagers[seed] for seed, loss in ours.items() if seed in eagers]
+    if not away:
+        return ""
+    above, count = sum(d > 0 for d in away), len(away)
+    chance = found["groupings of the same curves that are as far apart"]
+    one_sided = sum(math.comb(count, k) for k in range(count + 1) if abs(2 * k - count) >= abs(2 * above - count))
+    return _PAIRS.format(
+        low=min(away),
+        high=max(away),
+        above=above,
+        count=count,
+        explains="can explain" if chance >= LEAST else "hardly explains",
+        chance=chance,
+        coin=one_sided / 2**count,
+    )
+
+
+def gradients(found: Mapping[str, Any]) -> str:
+    off, along = (
+        {system: [row[system][what] for row in found["rows"]] for system in ("fast", "eager")}
+        for what in ("distance", "along")
+    )
+    mean = {system: statistics.fmean(each) for system, each in along.items()}
+    error = {system: statistics.stdev(each) / len(each) ** 0.5 for system, each in along.items()}
+    return _GRADIENTS.format(
+        show="show no" if abs(mean["fast"]) <= 2 * error["fast"] else "**show a**",
+        count=len(found["rows"]),
+        further=sum(e > f for e, f in zip(off["eager"], off["fast"], strict=True)),
+        **{f"{system}_near": min(each) for system, each in off.items()},
+        **{f"{system}_far": max(each) for system, each in off.items()},
+        **mean,
+        **{f"{system}_error": each for system, each in error.items()},
+        about=found.get("date") or found["about"],
+        **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )

@@ -83,6 +83,70 @@ def test_every_fault_that_is_listed_has_its_tests(monkeypatch: pytest.MonkeyPatc
             assert f"def {name}(" in (Path(__file__).parent / file).read_text(), test
 
 
+def test_no_interrupt_left_a_fault_that_is_not_mended() -> None:
+    found = json.loads((RESULTS / "interrupts.json").read_text())
+    runs = found.get("runs", [found])
+    assert runs[-1]["faults"] == {}
+    assert sum(run["interrupts"] for run in runs) >= 20_000
+    for run in runs:
+        assert run["faults"].keys() == run.get("mended since", {}).keys()
+
+
+def test_page_tells_of_interrupts_as_their_script_writes_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import trust
+
+    monkeypatch.setattr(trust, "RESULTS", tmp_path)
+    assert "## Ctrl-C" not in trust.page()
+    found = {
+        "date": "2026-01-02",
+        "machine": {"torch": "9.9", "python": "3.99", "device": "a CPU"},
+        "interrupts": 3000,
+        "by kind of step": {"recording": 1000, "replay": 1500, "first replay": 500},
+        "faults": {},
+    }
+    (tmp_path / "interrupts.json").write_text(json.dumps(found))
+    page = trust.page()
+    assert "| of this run | 3,000 | 1,000 | 2,000 | none |" in page
+    assert "Of the 3,000 of the last run, none left a fault. `benchmarks/interrupts.py`, 2026-01-02, torch 9.9" in page
+    earlier = found | {"code": "older", "faults": {"a|b": 2}, "mended since": {"a|b": "by a lock"}}
+    runs = [earlier, found | {"faults": {"grad mode": 1}}]
+    (tmp_path / "interrupts.json").write_text(json.dumps(found | {"runs": runs}))
+    page = trust.page()
+    assert "6,000 interrupts by a timer" in page
+    assert "| older | 3,000 | 1,000 | 2,000 | 2 x a/b (by a lock) |" in page
+    assert "1 x grad mode, **not mended** |" in page
+    assert "**Of the 3,000 of the last run, 1 left a fault.**" in page
+
+
+@pytest.mark.parametrize(
+    ("along", "said"), [([0.1, -0.1, 0.2], "show no bias"), ([0.1, 0.11, 0.12], "**show a** bias")]
+)
+def test_bias_of_gradients_is_told_by_its_standard_error(
+    along: list[float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import trust_samples
+
+    rows = [{"fast": {"distance": 0.01, "along": a}, "eager": {"distance": 0.02, "along": -0.5}} for a in along]
+    found = {"date": "2026-01-02", "machine": {"torch": "9.9", "python": "3.99", "device": "a GPU"}, "rows": rows}
+    text = trust_samples.gradients(found)
+    assert f"The gradients {said}. At 3 moments" in text
+    assert "eager further off in 3 of 3" in " ".join(text.split())
+    assert "`benchmarks/fast_gradients.py`, 2026-01-02, torch 9.9, Python 3.99, a GPU." in text
+
+
+def test_every_model_that_was_trained_exactly_was_tried_in_mode_fast() -> None:
+    exact, fast = (
+        json.loads((RESULTS / f"transformers-models{end}.json").read_text())["models"] for end in ("", "-fast")
+    )
+    tried = {row["name"] for row in fast}
+    assert [
+        row["name"] for row in exact if row["outcome"] not in ("skipped", "timeout") and row["name"] not in tried
+    ] == []
+    assert all(row["device"] for row in (*exact, *fast))
+
+
 def test_what_is_wrong_with_a_training_on_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RESULTS.parent))
     import soak_gpu
@@ -183,6 +247,15 @@ def test_page_tells_of_trainings_on_a_gpu_where_there_are_results(
         assert "2 trainings in mode fast, 2 in eager" in page
         assert "+1.5 host MiB, +3 objects" in page
         assert "All trainings came to their end." in page
+        ended = (
+            "With the same seed, takeback ended -0.100 to +0.000 from eager, and above it in 0 of 2. Chance can explain"
+        )
+        assert ended in " ".join(page.split())
+        assert "The gradients" not in page
+    gradients = {"distance": 0.1, "along": 0.0}
+    rows = [{"fast": gradients, "eager": gradients}] * 2
+    (tmp_path / "gradients-fast-h200.json").write_text(json.dumps(found | {"rows": rows}))
+    assert "The gradients show no bias. At 2 moments" in trust.page()
 
 
 def test_trainings_on_a_gpu_were_within_their_noise_and_did_not_grow() -> None:

@@ -1,4 +1,4 @@
-"""A part of benchmarks/op_samples.py: PyTorch's own samples of operators that clusters are made of, in mode fast."""
+"""A part of benchmarks/op_samples.py: PyTorch's own samples of operators and of modules, in both modes."""
 
 from __future__ import annotations
 
@@ -53,6 +53,20 @@ def test_samples_of_operators_are_near_eager(monkeypatch: pytest.MonkeyPatch, so
     assert sum(row.outcome == "equal" for row in rows) > len(rows) // 2
 
 
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("memory", ["auto", "min"])
+def test_samples_of_operators_are_equal_to_eager(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples = importlib.import_module("op_samples")
+    names = ("cumsum", "index_put", "var", "matmul", "nn.functional.dropout", "nn.functional.conv2d")
+    known = {op.name: op for op in op_samples.differentiable()}
+    how = op_samples.How("exact", memory, "end" if memory == "auto" else "early", poison=memory == "min")
+    rows = [op_samples.outcome(subject, how) for name in names for subject in op_samples.subjects_of_op(known[name], 1)]
+    assert len(rows) == len(names)
+    assert [row for row in rows if row.outcome != "equal"] == []
+
+
 MODULES = {
     "quick": ("nn.BatchNorm1d", "nn.GRU", "nn.LazyConv1d"),
     "more": ("nn.MultiheadAttention", "nn.TransformerEncoderLayer", "nn.Embedding", "nn.BCELoss", "nn.RReLU"),
@@ -71,3 +85,17 @@ def test_samples_of_modules_are_equal_to_eager(monkeypatch: pytest.MonkeyPatch, 
     rows = [op_samples.outcome(subject, how) for subject in subjects]
     assert len(rows) >= len(infos) >= 3
     assert [row for row in rows if row.outcome != "equal"] == []
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.filterwarnings("ignore")
+def test_samples_of_modules_are_near_eager_in_mode_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples = importlib.import_module("op_samples")
+    monkeypatch.setattr(kernels, "compile_cluster", op_samples.not_compiled)
+    names = ("nn.BatchNorm1d", "nn.LayerNorm", "nn.Softplus", "nn.LSTMCell", "nn.CrossEntropyLoss")
+    infos = [info for info in op_samples.modules() if info.name in names]
+    how = op_samples.How("fast", "min", "early", poison=True)
+    rows = [op_samples.outcome(subject, how) for info in infos for subject in op_samples.subjects_of_module(info, 1)]
+    assert len(rows) >= len(infos) == len(names)
+    assert [row for row in rows if row.outcome not in ("equal", "near")] == []

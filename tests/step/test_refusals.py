@@ -6,6 +6,7 @@ After every refusal model, optimizer and `.grad` are as they were, and a good st
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -794,3 +795,26 @@ def test_flex_attention_is_refused() -> None:
         return F.cross_entropy(m(known), y)
 
     refused(bad, "flex_attention takes part in the step.*scaled_dot_product_attention")
+
+
+def test_cache_that_holds_a_tensor_of_the_step_is_refused_and_without_it_the_step_has_eagers_bits() -> None:
+    """As in transformers' Sam3: the keys are tensors that each step makes anew."""
+
+    @functools.lru_cache(maxsize=1)
+    def grid(size: Tensor) -> Tensor:
+        return torch.arange(4, dtype=torch.float32) / size
+
+    def loss_with(called: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        return lambda model, x, y: cross_entropy(model, x, y) + (model(x) * called(torch.tensor([[4, 4]])[0, 0])).mean()
+
+    model = mlp()
+    with pytest.raises(CaptureError, match=r"(?s)outlives it.*functools\.lru_cache.*__wrapped__"):
+        tb.compile_step(model, loss_with(grid), sgd(model))(*xy(0))
+    twin = copy.deepcopy(model)
+    step, optimizer = tb.compile_step(model, loss_with(grid.__wrapped__), sgd(model)), sgd(twin)
+    for i in range(3):
+        loss = loss_with(grid)(twin, *xy(i))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(step(*xy(i)), loss)

@@ -651,7 +651,8 @@ def _kept(
         return (
             f"a tensor made in the step outlives it: the result of {escaped.name} at {where} is still held by your "
             f"objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
-            f"loss_fn may return (loss, aux)."
+            f"loss_fn may return (loss, aux). If a cache of a function holds it (functools.lru_cache), train with the "
+            f"function that the cache wraps (its __wrapped__)."
         )
     orphan = recorder.orphan()
     if orphan is not None:
