@@ -335,8 +335,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "passes: a choice does not say how much clusters make on their way",
         "compiler/passes/recompute.py",
-        "Chosen(replace(choice, shadows=len(draft.rebuilt)), draft.program.ops, notes)",
-        "Chosen(choice, draft.program.ops, notes)",
+        "Chosen(replace(choice, shadows=draft.shadows), draft.program.ops, notes)",
+        "Chosen(replace(choice, shadows=()), draft.program.ops, notes)",
         (
             "tests/passes/test_shadow.py"
             "::test_choice_of_an_earlier_process_is_found_again_with_what_comes_out_of_clusters",

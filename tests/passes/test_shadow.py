@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,12 @@ import torch.nn.functional as F
 from drawn_programs import recorded
 from torch import Tensor, nn
 
+from takeback.compiler.explain.frontier import find_frontier
 from takeback.compiler.form import check_form
 from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.ownership.meaning import MeaningError, check_meaning
+from takeback.compiler.ownership.resident import resident_bytes
+from takeback.compiler.ownership.writes import undo_bytes
 from takeback.compiler.passes import PIPELINE, Draft, PassSettings, run_passes
 from takeback.compiler.passes.choice import apply
 from takeback.compiler.passes.cost import again_s
@@ -370,7 +374,8 @@ def test_what_is_not_worth_its_time_is_kept() -> None:
 
 def test_no_more_comes_out_of_clusters_than_a_target_needs() -> None:
     before = until(deep(), shadow)
-    peaks = [planned_peak(shadow(before, count=n)) for n in range(len(shadow(before).rebuilt) + 1)]
+    numbers = shadow(before).shadows
+    peaks = [planned_peak(shadow(before, only=numbers[:n])) for n in range(len(numbers) + 1)]
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
     for room in {*peaks, peaks[0] + 1, peaks[-1] - 1}:
@@ -383,10 +388,44 @@ def test_choice_of_an_earlier_process_is_found_again_with_what_comes_out_of_clus
     program = deep()
     one = run_passes(program, settings=fast(goal=Within(0.02)), stages=WHOLE_HEAD)
     assert one.chosen is not None
-    assert 0 < one.chosen.choice.shadows < len(shadow(until(program, shadow)).rebuilt)
+    assert 0 < len(one.chosen.choice.shadows) < len(shadow(until(program, shadow)).shadows)
     assert one.planned_peak_bytes is not None
     known = Remembered(one.chosen.choice, one.planned_peak_bytes, (), Keep())
     again = run_passes(program, settings=fast(goal=known), stages=WHOLE_HEAD)
     assert (outline(again), again.planned_peak_bytes) == (outline(one), one.planned_peak_bytes)
     sibling = run_passes(program, settings=fast(goal=Again(one.chosen, Keep())), stages=WHOLE_HEAD)
     assert outline(sibling) == outline(one)
+
+
+def dear(op: Op) -> float:
+    """So that some of what clusters can make is not worth its time, and what comes later is."""
+    return seconds(op) * (40 if any(r.buffer % 4 == 1 and r.numel > 512 for r in op.inputs) else 1)
+
+
+def test_what_is_skipped_is_skipped_by_who_finds_the_choice_again() -> None:
+    program = deep()
+    told = PassSettings(fast=True, chooser=Chooser(dear, 60.0), goal=Within(0.5, 4.0))
+    one = run_passes(program, settings=told, stages=WHOLE_HEAD)
+    assert one.chosen is not None
+    taken = one.chosen.choice.shadows
+    assert taken
+    assert taken != tuple(range(len(taken))), "nothing was skipped: this shows nothing"
+    assert one.planned_peak_bytes is not None
+    known = Remembered(one.chosen.choice, one.planned_peak_bytes, (), Keep())
+    for goal in (known, Again(one.chosen, Keep())):
+        again = run_passes(program, settings=replace(told, goal=goal), stages=WHOLE_HEAD)
+        assert outline(again) == outline(one)
+
+
+def test_frontier_of_mode_fast_begins_with_what_keep_gives() -> None:
+    program, options = deep(), Options(mode="fast")
+    found = find_frontier(program, frozenset(), options, seconds)
+    keep = replace(options, memory="keep")
+    plan = plan_within(program, frozenset(), keep, settings_for(program, keep, seconds))
+    first = found.points[0]
+    assert (first.memory, first.added_s, first.rebuilt_ops) == ("keep", 0.0, 0)
+    assert first.peak_bytes == resident_bytes(program) + undo_bytes(program) + planned_peak(plan.layout.draft)
+    assert any(point.rebuilt.get("made in clusters") for point in found.points)
+    for above, below in itertools.pairwise(found.points):
+        assert above.peak_bytes > below.peak_bytes
+        assert above.added_s < below.added_s

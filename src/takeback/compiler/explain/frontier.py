@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,16 +19,21 @@ from takeback.compiler.explain.text import WIDTH, clean, heading, show_bytes, sh
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.ownership.resident import grad_bytes, resident_bytes
 from takeback.compiler.ownership.writes import undo_bytes
-from takeback.compiler.passes.draft import Home
-from takeback.compiler.passes.pipeline import search_of
+from takeback.compiler.passes.cost import again_s
+from takeback.compiler.passes.draft import Choice, Home
+from takeback.compiler.passes.pipeline import PassSettings, run_passes, search_of
 from takeback.compiler.passes.rebuildable import stand_in
-from takeback.compiler.passes.recompute import LEVELS, Lowest, Point
+from takeback.compiler.passes.recompute import LEVELS, Lowest, Point, planned_peak
+from takeback.compiler.passes.shadow import shadow
 from takeback.compiler.planning import auto_goal, settings_for
 from takeback.compiler.program import BufferId, Cluster, Op, Program
 from takeback.options import Options
 
 ROWS, COLUMNS = 11, 60
 """The size of the picture in characters, without its axes."""
+
+_PARTS = 4  #: of what clusters can make on their way, that are shown
+_ON_THE_WAY = "made in clusters"
 
 NOTHING = "No way of rebuilding was found that lowers the peak of this step."
 
@@ -103,9 +108,10 @@ def find_frontier(
     told = settings_for(program, options, seconds, home=home, progress=lambda text: say(f"auto: {text}"))
     auto = search_of(program, kept, replace(told, goal=goal)).point(goal)
     told = settings_for(program, options, seconds, home=home, progress=say)
-    search = search_of(program, kept, replace(told, goal=Lowest()))
+    told = replace(told, goal=Lowest())
+    search = search_of(program, kept, told)
     return build_frontier(
-        search.frontier(levels),
+        _falling((*_with_fewer_shadows(program, kept, told, search.draft.shadows), *search.frontier(levels))),
         auto,
         search.draft.program,
         step_s=search.step_s,
@@ -115,6 +121,28 @@ def find_frontier(
         undo_bytes=undo_bytes(program),
         kept_grad_bytes=grad_bytes(program) if options.keep_grads else 0,
     )
+
+
+def _falling(points: Sequence[Point]) -> list[Point]:
+    """Those that are lower than all before them."""
+    return [point for i, point in enumerate(points) if all(point.peak_bytes < p.peak_bytes for p in points[:i])]
+
+
+def _with_fewer_shadows(
+    program: Program, kept: frozenset[BufferId], told: PassSettings, shadows: tuple[int, ...]
+) -> Iterator[Point]:
+    """What comes before all that clusters can make on their way is made by them: nothing, and some of it. The search
+    knows only what is there after it."""
+    if not shadows:
+        return
+    assert told.chooser is not None
+    seconds = told.chooser.seconds
+    before = run_passes(program, kept, told, before=shadow)
+    for part in range(_PARTS):
+        some = shadows[: len(shadows) * part // _PARTS]
+        draft = shadow(before, only=some)
+        spent_s = again_s(draft.program.ops, draft.rebuilt, seconds)
+        yield Point(Choice(shadows=some), planned_peak(draft), spent_s)
 
 
 def build_frontier(
@@ -138,6 +166,8 @@ def build_frontier(
         above = undo_bytes + max(point.peak_bytes, at_end)
         again = [stand_in(program.ops[each.op], program.device_type) for each in point.choice.rebuilds]
         rebuilt = _kinds(again, seconds)
+        if point.choice.shadows:
+            rebuilt[_ON_THE_WAY] = len(point.choice.shadows)
         return Tradeoff(
             memory,
             resident_bytes + above,
@@ -145,7 +175,7 @@ def build_frontier(
             step_s + point.added_s,
             point.added_s,
             point.added_s / step_s if step_s else 0.0,
-            len(point.choice.rebuilds),
+            len(point.choice.rebuilds) + len(point.choice.shadows),
             rebuilt,
         )
 

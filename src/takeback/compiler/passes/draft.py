@@ -83,9 +83,8 @@ class Choice:
     """What to rebuild. What is not rebuilt is kept."""
 
     rebuilds: tuple[Rebuild, ...] = ()
-    shadows: int = (
-        0  #: how many values clusters of the backward make on their way (shadow.py): the first ones there are
-    )
+    #: What clusters of the backward make on their way (shadow.py), of what they could: the numbers of these offers.
+    shadows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,7 @@ class Draft:
     moves: tuple[Moved, ...] = ()
     replaced: tuple[Replaced, ...] = ()  #: ops in whose place others came that give the same but for rounding
     rebuilt: frozenset[BufferId] = frozenset()  #: values that are made a second time
+    shadows: tuple[int, ...] = ()  #: as in a `Choice`
     chosen: Chosen | None = None  #: what is made a second time, if that was asked
     planned_peak_bytes: int | None = None  #: what the choice of what to rebuild comes to, if one was made
     refusals: tuple[Refusal, ...] = ()

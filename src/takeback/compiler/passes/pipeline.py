@@ -135,16 +135,17 @@ def _idle_pack(settings: PassSettings) -> str | None:
 
 
 def _binds_shadow(settings: PassSettings) -> dict[str, object]:
-    goal = settings.goal
-    if isinstance(goal, Again | Remembered):
-        return {"count": (goal.chosen.choice if isinstance(goal, Again) else goal.choice).shadows}
-    assert settings.chooser is not None
-    return {
-        "seconds": settings.chooser.seconds,
-        "share": goal.share if isinstance(goal, Within) else None,
-        "worth": goal.worth if isinstance(goal, Within) else 0.0,
-        "room_bytes": goal.room_bytes if isinstance(goal, Below) else None,
-    }
+    match settings.goal:
+        case Again(chosen):
+            return {"only": chosen.choice.shadows}
+        case Remembered(choice):
+            return {"only": choice.shadows}
+        case Within(share, worth):
+            assert settings.chooser is not None
+            return {"seconds": settings.chooser.seconds, "share": share, "worth": worth}
+        case Below(room_bytes):
+            return {"room_bytes": room_bytes}
+    return {}
 
 
 PIPELINE: tuple[Stage, ...] = (

@@ -136,7 +136,7 @@ def recompute(draft: Draft, *, goal: Goal, chooser: Chooser) -> Draft:
 
 
 def _made(draft: Draft, choice: Choice, notes: tuple[str, ...]) -> Draft:
-    chosen = Chosen(replace(choice, shadows=len(draft.rebuilt)), draft.program.ops, notes)
+    chosen = Chosen(replace(choice, shadows=draft.shadows), draft.program.ops, notes)
     return replace(apply(draft, choice), notes=(*draft.notes, *notes), chosen=chosen)
 
 
@@ -219,7 +219,7 @@ class Search:
         self._rows = RebuildRows(candidates(draft, seconds))
         self._spent_s = again_s(draft.program.ops, draft.rebuilt, seconds)  # on what clusters make on their way
         self.step_s = sum(map(seconds, draft.program.ops)) - self._spent_s
-        self.keep = Point(Choice(), planned_peak(draft), self._spent_s)
+        self.keep = Point(Choice(shadows=draft.shadows), planned_peak(draft), self._spent_s)
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
         self._lowest: dict[tuple[float | None, float], _LowestFound] = {}
@@ -280,8 +280,8 @@ class Search:
         if not answers:
             self._notes[_GREEDY] = None
             answers = cheapest_first(self._rows, most_ns)
-        points = [(self._point(answer), answer) for answer in answers]
-        point, answer = min(points, key=lambda found: self._price(found[0], worth), default=(self.keep, None))
+        points = [(self.keep, None), *((self._point(answer), answer) for answer in answers)]
+        point, answer = min(points, key=lambda found: self._price(found[0], worth))
         gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
         return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
@@ -329,5 +329,5 @@ class Search:
     def _point(self, answer: RebuildAnswer) -> Point:
         """What the answer really comes to: the rows count an overwriting less here and there."""
         check_answer(self._rows.problem, answer)
-        choice = choice_of(self._rows.problem, answer)
+        choice = replace(choice_of(self._rows.problem, answer), shadows=self.draft.shadows)
         return Point(choice, planned_peak(apply(self.draft, choice)), self._spent_s + answer.cost_ns / NS)

@@ -13,8 +13,7 @@ results, and nothing is read for it. If the cluster reads z itself, it does so n
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from takeback.compiler.passes.choice import fixed_buffers
@@ -22,8 +21,8 @@ from takeback.compiler.passes.cost import again_s
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.passes.fuse import MOST_OPS
 from takeback.compiler.passes.gather import length_of, one_of, seen_whole
-from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.passes.partial import making
+from takeback.compiler.passes.recompute import planned_peak
 from takeback.compiler.passes.waiting import NEAR, SMALL, Headroom, no_higher, order
 from takeback.compiler.program import BufferId, Cluster, Op, Phase, renaming
 
@@ -37,24 +36,32 @@ def shadow(
     share: float | None = None,
     worth: float = 0.0,
     room_bytes: int | None = None,
-    count: int | None = None,
+    only: Collection[int] | None = None,
 ) -> Draft:
-    """The draft with what clusters can make on their way made by them. To write it takes time, so of these values only
-    the first ones are taken where not all are wanted: for a `share` of the time that the ops take in `seconds`, if a
-    percent of it buys `worth` percent of the peak; until the planned peak is within `room_bytes`; or so many as `count`
-    says."""
+    """The draft with what clusters can make on their way made by them. To write it takes time, so there are limits: a
+    `share` of the time that the ops take in `seconds`, of which a percent must buy `worth` percent of the peak; or the
+    first ones, until the planned peak is within `room_bytes`, if not the fewest; or just what `only` says, in the
+    numbers that `Draft.shadows` has."""
     price = None
     if share is not None and seconds is not None:
         step_s = sum(map(seconds, draft.program.ops))
-        price = _Price(seconds, share * step_s, worth * _peak(draft) / max(step_s, 1e-12))
+        price = _Price(seconds, share * step_s, worth * planned_peak(draft) / max(step_s, 1e-12))
 
-    def made(most: int | None) -> Draft:
-        return no_higher(draft, lambda before, room: _Shadows(before, room, most, price).draft)
+    def made(numbers: Collection[int] | None) -> Draft:
+        return no_higher(draft, lambda before, room: _Shadows(before, room, numbers, price).draft)
 
-    whole = made(count)
-    if room_bytes is None or _peak(whole) > room_bytes:
-        return whole
-    return made(bisect_left(range(len(whole.rebuilt)), True, key=lambda n: _peak(made(n)) <= room_bytes))
+    found = made(only)
+    if room_bytes is None or planned_peak(found) > room_bytes:
+        return found
+    low, high, numbers = 0, len(found.shadows), found.shadows
+    while low < high:  # with more of them the peak is lower, but for a few bytes here and there
+        middle = (low + high) // 2
+        fewer = made(numbers[:middle])
+        if planned_peak(fewer) <= room_bytes:
+            found, high = fewer, middle
+        else:
+            low = middle + 1
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,11 @@ class _Shadows:
         self,
         draft: Draft,
         room: Headroom,
-        most: int | None = None,
+        only: Collection[int] | None = None,
         price: _Price | None = None,
     ) -> None:
         self._program = draft.program
-        self._price, self._spent_s = price, 0.0
+        self._only, self._price, self._spent_s = only, price, 0.0
         self._is_over = False  # the next value is more than what is left to spend
         self._room = room
         self._buffers = dict(draft.program.buffers)
@@ -95,21 +102,27 @@ class _Shadows:
         self._turn = next(backward, len(self._ops))
         self._read_at: dict[BufferId, list[int]] | None = None
         rebuilt: set[BufferId] = set(draft.rebuilt)
+        offers = itertools.count()
+        taken: list[int] = []
         position = 0
-        while position < len(self._ops):
+        while position < len(self._ops) and not self._is_over:
             op = self._ops[position]
             if isinstance(op.target, Cluster) and op.phase is Phase.BACKWARD and not op.mutates:
                 for z in self._candidates(op):
-                    if self._is_over or (most is not None and len(rebuilt) >= most):
-                        break
                     again = self._again(op, z) if self._may_wait(position, z) else None
-                    moved = self._made_here(position, z, again) if again is not None else None
+                    offer = next(offers) if again is not None else None
+                    if again is None or offer is None or (only is not None and offer not in only):
+                        continue
+                    moved = self._made_here(position, z, again)
                     if moved is not None:
                         position, made = moved
                         rebuilt.add(made)
+                        taken.append(offer)
+                    if self._is_over:
+                        break
             position += 1
         program = replace(self._program, ops=tuple(self._ops), buffers=self._buffers)
-        self.draft = replace(draft, program=program, rebuilt=frozenset(rebuilt))
+        self.draft = replace(draft, program=program, rebuilt=frozenset(rebuilt), shadows=tuple(taken))
 
     def _note_makers_(self) -> None:
         """Of the ops as they are now: in a later microbatch, the forward reads what an earlier backward makes."""
@@ -171,7 +184,7 @@ class _Shadows:
         for i in reversed(early):  # the last one first: those before it stay where they are
             run = new[i : at + 1]
             found = order(run, again.inputs)
-            if found is None or not self._room.for_(run, self._buffers[z].size_bytes):
+            if found is None or (self._only is None and not self._room.for_(run, self._buffers[z].size_bytes)):
                 return None
             new[i : at + 1] = [*found.ahead, *found.behind]
             at = i + len(found.ahead) - 1
@@ -202,10 +215,6 @@ class _Shadows:
         since = itertools.dropwhile(lambda op: op is not maker, before)
         written = (b for op in since for b in (*op.mutates, *(r.buffer for r in op.outputs if op is not maker)))
         return any(b in read for b in written)
-
-
-def _peak(draft: Draft) -> int:
-    return max(planned_curve(draft), default=0)
 
 
 def _reads(op: Op, buffer: BufferId) -> bool:

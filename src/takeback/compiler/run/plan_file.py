@@ -56,7 +56,7 @@ def keep_(cache: Cache, key: str, unrehearsed: Program, layout: Layout) -> None:
     }
     data = {
         "rebuilds": [[each.before, each.op] for each in chosen.choice.rebuilds] if chosen is not None else [],
-        "shadows": chosen.choice.shadows if chosen is not None else 0,
+        "shadows": list(draft.shadows),
         "peak_bytes": draft.planned_peak_bytes,
         "notes": list(chosen.notes) if chosen is not None else [],
         "scratch": scratch,
@@ -97,7 +97,7 @@ def read(cache: Cache, key: str) -> Earlier | None:
         data = json.loads(text)
         rebuilds = tuple(Rebuild(*_whole(pair, 2)) for pair in data["rebuilds"])
         scratch = {int(at): tuple(map(_scratch, taken)) for at, taken in data["scratch"].items()}
-        [shadows] = _whole([data["shadows"]], 1)
+        shadows = tuple(_whole(data["shadows"], len(data["shadows"])))
         peak = data["peak_bytes"]
         notes = tuple(data["notes"])
         assert peak is None or type(peak) is int
