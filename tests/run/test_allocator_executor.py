@@ -18,6 +18,7 @@ from takeback.compiler.passes import Home
 from takeback.compiler.program import Phase
 from takeback.compiler.run.allocator_executor import AllocatorExecutor
 from takeback.compiler.run.eager import eager_step
+from takeback.compiler.run.meter import NoMeter
 from takeback.compiler.run.microbatch import replay_microbatch
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.transaction import Transaction
@@ -161,7 +162,7 @@ def test_bytes_alive_of_a_microbatch_are_those_of_the_plan_and_the_gradients_tha
         assert (planned + begun) * 0.99 <= alive.peak_bytes <= planned + begun
 
 
-class Trap:
+class Trap(NoMeter):
     """A meter that fails before the op at a given count."""
 
     def __init__(self, count: int, error: Exception) -> None:
@@ -171,15 +172,6 @@ class Trap:
         self.left -= 1
         if self.left < 0:
             raise self.error
-
-    def end(self) -> int:
-        return 0
-
-    def requests(self) -> int:
-        return 0
-
-    def trim(self, needed_bytes: int) -> None:
-        pass
 
 
 @pytest.mark.parametrize("every", [29, pytest.param(7, marks=pytest.mark.slow)])
