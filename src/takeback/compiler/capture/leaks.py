@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture.own_thread import OwnThread
+from takeback.compiler.capture.randomness import DrawsFromNumpy
 from takeback.compiler.capture.site import belongs_to_user
 from takeback.errors import CaptureError
 
@@ -41,6 +42,7 @@ def _user_line() -> str | None:
 
 
 _lock = threading.Lock()
+_open: dict[int, Callable[[torch.Tensor], None]] = {}  # by thread, while it runs what a replay runs again
 _recording: dict[object, int] = {}  # the thread of each recording; the traps are set while there is one
 _SEEDS = ("manual_seed", "seed")
 _torch_dlpack = torch.Tensor.__dlpack__
@@ -53,17 +55,36 @@ def _is_recording() -> bool:
     return bool(_recording) and any(getattr(mode, "records", False) for mode in _get_current_dispatch_mode_stack())
 
 
+@contextlib.contextmanager
+def open_to(check: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """What runs in here is Python in each replay, too: tensors may leave torch, once `check` has seen them."""
+    _open[threading.get_ident()] = check
+    try:
+        yield
+    finally:
+        del _open[threading.get_ident()]
+
+
+def what_may_be_read() -> Callable[[torch.Tensor], None] | None:
+    """The check of what this thread is inside of."""
+    return _open.get(threading.get_ident())
+
+
 def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    _refuse_leaving("Tensor.numpy()")
+    _refuse_leaving("Tensor.numpy()", self)
     return torch._C.TensorBase.numpy(self, *args, **kwargs)
 
 
 def _dlpack(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    _refuse_leaving("Tensor.__dlpack__()")
+    _refuse_leaving("Tensor.__dlpack__()", self)
     return _torch_dlpack(self, *args, **kwargs)
 
 
-def _refuse_leaving(name: str) -> None:
+def _refuse_leaving(name: str, tensor: torch.Tensor) -> None:
+    check = what_may_be_read()
+    if check is not None:
+        check(tensor)
+        return
     line = _user_line() if _is_recording() else None
     if line is not None:
         raise CaptureError(
@@ -73,7 +94,7 @@ def _refuse_leaving(name: str) -> None:
 
 
 def _tolist(self: torch.Tensor) -> Any:
-    if not _is_recording():
+    if not _is_recording() or what_may_be_read() is not None:
         return torch._C.TensorBase.tolist(self)
     if self.numel() > _MOST_GUARDED_ELEMENTS:
         raise CaptureError(
@@ -112,23 +133,22 @@ def _plain(state: Any) -> object:
 
 
 @contextlib.contextmanager
-def tripwires(own: OwnThread) -> Iterator[None]:
+def tripwires(own: OwnThread, *, follows_numpy: bool = False) -> Iterator[None]:
     """Refuses what leaves torch without a trace: a tensor turned into numpy or a list, and Python's random numbers.
-    Where `own` can tell, what other threads draw does not count."""
+    Where `own` can tell, what other threads draw does not count. `follows_numpy`: somebody else compares where numpy's
+    generator stands."""
     python_random = random.getstate()
-    numpy_random = None if own.exact_numpy else _numpy_random()
+    by_state = not (own.exact_numpy or follows_numpy)
+    numpy_random = _numpy_random() if by_state else None
     with _traps():
         yield
-    drawn = None
     if own.drew_python if own.exact else random.getstate() != python_random:
-        drawn = "Python's random module"
-    elif own.drew_numpy or (not own.exact_numpy and _numpy_random() != numpy_random):
-        drawn = "numpy.random"
-    if drawn is not None:
         raise CaptureError(
-            f"the step draws from {drawn}; a replay would use the first draw for ever. Draw before the step and pass "
-            f"the result in as a tensor, or draw with torch."
+            "the step draws from Python's random module; a replay would use the first draw for ever. Draw before the "
+            "step and pass the result in as a tensor, or draw with torch."
         )
+    if own.drew_numpy or (by_state and _numpy_random() != numpy_random):
+        raise DrawsFromNumpy
 
 
 @contextlib.contextmanager

@@ -10,9 +10,11 @@ from it; if it does, eager and a replay would give different numbers by chance, 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from takeback.compiler.capture.own_thread import OwnThread
@@ -35,6 +37,44 @@ def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
         return (torch.default_generator,)
     index = torch.cuda.current_device() if device.index is None else device.index
     return (torch.default_generator, torch.cuda.default_generators[index])
+
+
+_ELSE = struct.Struct("<qqd")  # what belongs to a state besides its block of numbers
+
+
+class NumpyGenerator(torch.Generator):
+    """numpy's global generator, as torch's are known here, so that whoever saves and restores those need not know of
+    it: its state is numpy's, and torch draws nothing from it. A program's own keeps what the program calls to draw."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    @staticmethod
+    def can_be_followed() -> bool:
+        """Whether numpy draws from the generator that it begins with: somebody may have put another in its place."""
+        return bool(np.random.get_state(legacy=False)["bit_generator"] == "MT19937")
+
+    def get_state(self) -> torch.Tensor:
+        _, key, *others = np.random.get_state(legacy=True)
+        assert isinstance(key, np.ndarray)
+        return torch.from_numpy(np.frombuffer(bytearray(key.tobytes() + _ELSE.pack(*others)), dtype=np.uint8))
+
+    def set_state(self, state: torch.Tensor) -> NumpyGenerator:
+        told = torch._C.TensorBase.numpy(state).tobytes()  # not Tensor's, which is trapped while a step is recorded
+        key, others = told[: -_ELSE.size], _ELSE.unpack(told[-_ELSE.size :])
+        np.random.set_state(("MT19937", np.frombuffer(key, dtype=np.uint32), *others))
+        return self
+
+
+class DrawsFromNumpy(CaptureError):
+    """The step draws from numpy's global generator, where no replay would."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the step draws from numpy.random; a replay would use the first draw for ever. Draw before the step and "
+            "pass the result in as a tensor, draw with torch, or draw in a function of a module or class that returns "
+            "an array, of which the step makes a tensor (torch.tensor): such a function is called in each step."
+        )
 
 
 def _state(generator: torch.Generator) -> bytes:
@@ -71,6 +111,7 @@ class RandomTrail:
         for generator in self._known.values():
             state = self._current[generator] = _state(generator)
             self._seen[generator, state] = _Moment(0, generator)
+        self._drew_numpy = False
         self._begin = [(generator, generator.get_state()) for generator in self._current]
 
     def rewind_(self) -> None:
@@ -79,6 +120,10 @@ class RandomTrail:
         for generator, state in self._begin:
             if generator in self._used or not self._own.exact:
                 generator.set_state(state)
+
+    def own(self, generator: torch.Generator) -> torch.Generator:
+        """The one that is known, of what the dispatcher hands over."""
+        return self._known.get(generator_key(generator), generator)
 
     def before(self, generator: torch.Generator | None, position: int, site: Site | None) -> None:
         """Called before a random op (and, for every generator, at the end of the step)."""
@@ -94,7 +139,11 @@ class RandomTrail:
                 f"keep it where loss_fn or the model can be seen to hold it."
             )
         now = _state(own)
-        was_set = self._own.has_set_(generator_key(own))
+        was_set = not isinstance(own, NumpyGenerator) and self._own.has_set_(generator_key(own))
+        if isinstance(own, NumpyGenerator):
+            if now != self._current[own] and (self._own.drew_numpy or not self._own.exact_numpy):
+                raise DrawsFromNumpy
+            self._drew_numpy = self._own.drew_numpy
         if now != self._current[own] and was_set:
             self._used.add(own)
             self._jump(own, now, position, site)
@@ -110,6 +159,8 @@ class RandomTrail:
                 self.after(each, position)
             return
         own = self._known[generator_key(generator)]
+        if isinstance(own, NumpyGenerator):
+            self._own.drew_numpy = self._drew_numpy  # what such an op draws is drawn in each replay
         state = _state(own)
         if state != self._current[own]:
             self._used.add(own)
@@ -121,7 +172,7 @@ class RandomTrail:
             self.before(generator, position, None)
         if self._used & self._foreign:
             raise CaptureError(
-                "another thread drew from torch's default generator while the step was recorded, and the step draws "
+                "another thread drew from torch's or numpy's generator while the step was recorded, and the step draws "
                 "from it as well. Which numbers each of them gets is chance, in eager too, so a plan cannot be "
                 "compared with eager. Give the thread a torch.Generator of its own, or let it rest during the first "
                 "steps."

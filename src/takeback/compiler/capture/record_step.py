@@ -32,6 +32,8 @@ from takeback.compiler.capture.derived import (
     shared,
     write_,
 )
+from takeback.compiler.capture.drawers import Drawer, Learner
+from takeback.compiler.capture.drawn import Calls
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -39,7 +41,7 @@ from takeback.compiler.capture.modes import modes
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
-from takeback.compiler.capture.randomness import default_generators
+from takeback.compiler.capture.randomness import DrawsFromNumpy, NumpyGenerator, default_generators
 from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
@@ -133,6 +135,14 @@ def capture(
     buffers = Buffers(subject.modules)
     device = next((p.device for p in subject.parameters), torch.device("cpu"))
     states = [(g, g.get_state()) for g in default_generators(device)] if real else []
+    if subject.drawers.known:
+        states.append((subject.drawers.generator, subject.drawers.generator.get_state()))
+
+    def put_back_() -> None:
+        buffers.put_back_()
+        for generator, state in states:
+            generator.set_state(state)
+
     try:
         try:
             if numbers:
@@ -140,10 +150,8 @@ def capture(
                     Exception
                 ):  # what a step does not take of a traced number, it takes of a plain one
                     return _attempt(subject, args, kwargs, first, how, numbers)
-                buffers.put_back_()
-                for generator, state in states:
-                    generator.set_state(state)
-            got = _attempt(subject, args, kwargs, first, how, kin=kin)
+                put_back_()
+            got = _attempt_drawing(subject, args, kwargs, first, how, put_back_, kin)
             if kin is None:
                 _refuse_holders_elsewhere(got, subject, args, kwargs)
             return got
@@ -155,7 +163,7 @@ def capture(
             again = _look(subject, args, kwargs)
             try:
                 with unscripted() if kept.unseen else contextlib.nullcontext(()) as as_written:
-                    got = _attempt(subject, args, kwargs, again, how)
+                    got = _attempt_drawing(subject, args, kwargs, again, how, put_back_)
             except CaptureError as error:
                 _leave_nothing_(first, buffers, kept)
                 raise CaptureError(f"{kept} When the step ran once more: {error}") from error
@@ -365,6 +373,55 @@ class _KeptState(Exception):
         self.within = within  #: the places that it read
 
 
+def _attempt_drawing(
+    subject: Subject,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: Assumptions,
+    how: _How,
+    put_back_: Callable[[], None],
+    kin: Kin | None = None,
+) -> Capture:
+    """A recording in which functions that draw from numpy's generator become ops: those that are known, and those that
+    are found where the step draws besides. `put_back_` takes back what an attempt leaves."""
+    attempt = functools.partial(_attempt, subject, args, kwargs, before, how)
+    if not (how.real and NumpyGenerator.can_be_followed()):
+        return attempt(kin=kin)
+    drawers, known = subject.drawers, subject.drawers.known
+    stood = drawers.generator.get_state()
+
+    def again_() -> None:
+        put_back_()
+        drawers.generator.set_state(stood)
+
+    try:
+        return attempt(kin=kin, drawers=known)
+    except (DrawsFromNumpy, _KeptState) as error:
+        if isinstance(error, _KeptState):
+            raise
+    except Exception:
+        if not known:
+            raise
+        again_()
+        return attempt(kin=kin)  # as it is: whatever a call that stands for another has to do with it
+    again_()  # here, since a traceback holds what was recorded
+    with contextlib.suppress(DrawsFromNumpy, _KeptState), Learner() as learner:
+        attempt(drawers=known)
+    again_()
+    if not drawers.learn_(learner.found):
+        raise DrawsFromNumpy
+    try:
+        return attempt(kin=kin, drawers=drawers.known)
+    except _KeptState:
+        raise
+    except Exception as error:
+        again_()
+        drawers.known = known
+        if isinstance(error, DrawsFromNumpy):
+            raise
+        raise CaptureError(f"{DrawsFromNumpy()} Here that cannot be done: {error}") from error
+
+
 def _attempt(
     subject: Subject,
     args: tuple[Any, ...],
@@ -373,6 +430,7 @@ def _attempt(
     how: _How,
     numbers: Sequence[NumberPlace] = (),
     kin: Kin | None = None,
+    drawers: Sequence[Drawer] = (),
 ) -> Capture:
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
@@ -387,14 +445,16 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
         log = stack.enter_context(recording()) if recording is not None else None
-        own = stack.enter_context(watching(next((p.device for p in subject.parameters), torch.device("cpu"))))
+        device = next((p.device for p in subject.parameters), torch.device("cpu"))
+        own = stack.enter_context(watching(device))
+        calls = Calls(drawers, subject.drawers.generator, device)
         recorder = Recorder(
             subject.known(),
             batch,
             log,
             real,
             reachable=before.tensors,
-            generators=before.generators if real else (),
+            generators=(*before.generators, *((subject.drawers.generator,) if drawers else ())) if real else (),
             held=_Attributes(subject.model).tensors,
             own=own,
             onlooker=onlooker,
@@ -405,7 +465,8 @@ def _attempt(
         on_abort(recorder.rewind_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
-            with tripwires(own), torch.enable_grad(), onlooker, reads, traced(numbers) as trace:
+            wires = tripwires(own, follows_numpy=bool(drawers))
+            with wires, torch.enable_grad(), onlooker, reads, calls.of(recorder), traced(numbers) as trace:
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
@@ -423,7 +484,7 @@ def _attempt(
         return Kin(before, assumptions, assumptions.places(), seen)
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
-    got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen)))
+    got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
 

@@ -8,8 +8,10 @@ no tensor alive that eager would have freed. What the forward and backward write
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.capture.enclose import BY_MASK, enclosed
 from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.modes import be_on_dispatch_stack_
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
-from takeback.compiler.capture.ran import Onlooker, pause_profile_
+from takeback.compiler.capture.ran import Onlooker, origin_of_file, pause_profile_
 from takeback.compiler.capture.randomness import RandomTrail
 from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog, attach_scratch
 from takeback.compiler.capture.site import Sites, at
@@ -40,6 +43,7 @@ from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role
 from takeback.errors import CaptureError
 
 aten = torch.ops.aten
+_BACKWARD = os.path.join("capture", "record_step.py")  # which has called autograd
 
 MOST_HELD_ELEMENTS = 1 << 16
 """Values that C++ read are compared in each replay: lengths, offsets, sizes. More than this is data."""
@@ -83,6 +87,7 @@ class Recorder(TorchDispatchMode):
         self._random = RandomTrail(generators, self.table.device, own) if real else None
         self._answers = iter(answers)
         self._took_ = took_
+        self._by_mask: list[int] = []
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     def __exit__(self, *error: Any) -> None:
@@ -159,6 +164,8 @@ class Recorder(TorchDispatchMode):
         storages: dict[int, torch.Tensor] = {}
         described = tuple([self._describe(a, storages) for a in args])
         described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()} if kwargs else {}
+        if self._random is not None and isinstance(kwargs.get("generator"), torch.Generator):
+            described_kw["generator"] = self._random.own(kwargs["generator"])
         mutated = () if facts.writes_nothing else written_tensors(func, args, kwargs)
         if mutated and self._real:
             self._undo.remember(mutated, self.phase)
@@ -205,7 +212,22 @@ class Recorder(TorchDispatchMode):
                     expected,
                 )
             )
+            if func is aten.index.Tensor and self._is_by_mask():
+                self._by_mask.append(position)
         return out
+
+    def _is_by_mask(self) -> bool:
+        """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many
+        they are."""
+        node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13
+        if node is None or node.name().rpartition("::")[2] not in BY_MASK or not self.ops[-1].has_data_in_shape:
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not frame.f_code.co_filename.endswith(_BACKWARD):
+            if origin_of_file(frame.f_code.co_filename) == "user":
+                return False
+            frame = frame.f_back
+        return True
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a fake tensor cannot say, the real one has: the program holds it, and a replay compares. Where there was
@@ -336,8 +358,9 @@ class Recorder(TorchDispatchMode):
         addressed = attach_scratch(self.ops, table.address, events)
         woven = self._random.weave(addressed) if self._random is not None else addressed
         shift = _positions(addressed, woven)
+        whole = enclosed(woven, [shift(position) for position in self._by_mask])
         return Program(
-            tuple(woven),
+            tuple(whole.ops),
             dict(table.buffers),
             dict(table.externals),
             dict(table.leaves),
@@ -345,7 +368,7 @@ class Recorder(TorchDispatchMode):
             aux,
             dict(grads),
             grad_norm,
-            eager_death={b: shift(p) for b, p in table.death.items()},
+            eager_death={b: whole.position(shift(p)) for b, p in table.death.items() if b not in whole.gone},
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.derived import Derived, derived_of, settle_
+from takeback.compiler.capture.drawers import Drawers
 from takeback.compiler.capture.hooks import hooks_on
 from takeback.compiler.capture.modes import dispatch_mode
 from takeback.compiler.capture.optimizers import Optimizers, check_disjoint, optimizers_of
@@ -37,6 +38,7 @@ class Subject:
     beside: Mapping[str, torch.nn.Module] = field(default_factory=dict)  #: modules that loss_fn holds, by name
     derived: tuple[Derived, ...] = ()
     updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
+    drawers: Drawers = field(default_factory=Drawers)  #: functions that a replay calls anew; recordings add to them
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -150,6 +152,7 @@ def build(
     clip_norm: float | None,
     scaling: Scaling | None = None,
     updates: bool = True,
+    drawers: Drawers | None = None,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
@@ -193,7 +196,20 @@ def build(
         if isinstance(value, torch.Tensor)
     )
     parameters = tuple(model.parameters())
-    return Subject(model, loss_fn, parameters, names, states, accumulate, clip_norm, scaling, beside, derived, updates)
+    return Subject(
+        model,
+        loss_fn,
+        parameters,
+        names,
+        states,
+        accumulate,
+        clip_norm,
+        scaling,
+        beside,
+        derived,
+        updates,
+        drawers if drawers is not None else Drawers(),
+    )
 
 
 class NewPlans:

@@ -16,6 +16,7 @@ import torch
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.accumulation import finish_microbatch
 from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.drawers import Drawers
 from takeback.compiler.capture.finish import Finished, check_early, finish_program, in_one_kernel, why_own_steps
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
@@ -98,6 +99,7 @@ class PlanMaker:
         self.kernels_s = 0.0  #: what kernels for further shapes took, in all
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.affords_kernels: Callable[[float], bool] = lambda seconds: True  #: the same of kernels
+        self.drawers = Drawers()
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     def start(self, what: str) -> Work:
@@ -125,6 +127,7 @@ class PlanMaker:
             clip_norm=self.options.clip_norm,
             scaling=self.scaling,
             updates=updates,
+            drawers=self.drawers,
         )
 
     def recorded(

@@ -1,0 +1,334 @@
+"""Functions that draw from numpy's global generator, as ops: `takeback::drawn` calls one anew in each replay, where
+eager would, and what it gives becomes a tensor of the program.
+
+While a step is recorded, `Calls` stands in the place of such functions (drawers.py finds them). A call becomes an op,
+whose operands are the tensors among the arguments, and gives a `Drawn`: it can become a tensor (torch.tensor,
+torch.as_tensor, torch.from_numpy) or be given to another such function; whatever else is asked of it would depend on
+what was drawn, and is refused. Such an op draws from a `NumpyGenerator` (randomness.py), which keeps its calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 and 2.13
+
+from takeback.compiler.capture.drawers import Drawer, in_place_of
+from takeback.compiler.capture.leaks import open_to, what_may_be_read
+from takeback.compiler.capture.modes import be_on_function_stack_
+from takeback.compiler.capture.op_facts import facts_of
+from takeback.compiler.capture.randomness import NumpyGenerator
+from takeback.compiler.capture.recorder import Recorder
+from takeback.compiler.capture.trial import tensors_in
+from takeback.errors import CaptureError
+
+_library = torch.library.Library("takeback", "FRAGMENT")
+_library.define(
+    "drawn(Tensor[] operands, str call, Device device, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+DRAWN = torch.ops.takeback.drawn.default
+
+_LONGEST = 400  #: words of arguments in a call's name
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+# -- the op ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """Stands among the arguments for a tensor of the program."""
+
+    index: int
+    as_array: bool  #: it was a `Drawn`
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of a function, with all of its arguments but the tensors."""
+
+    function: FunctionType
+    arguments: Any
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
+        args, kwargs = _map(self.arguments, functools.partial(_given, operands))
+        drawn = self.function(*args, **kwargs)
+        if type(drawn) is not np.ndarray:
+            raise TypeError(f"{_name(self.function)}, which draws from numpy.random, gave an array before, and now not")
+        return drawn
+
+
+_calls: weakref.WeakValueDictionary[str, _Call] = weakref.WeakValueDictionary()  # by their names among ops' arguments
+
+
+def _given(operands: Sequence[torch.Tensor], leaf: object) -> object:
+    if isinstance(leaf, _Operand):
+        tensor = operands[leaf.index]
+        return torch._C.TensorBase.numpy(tensor.cpu()).copy() if leaf.as_array else tensor
+    if isinstance(leaf, weakref.ref):
+        return leaf()
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+
+def _run(
+    operands: Sequence[torch.Tensor], call: str, device: torch.device, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    check = what_may_be_read()
+    with _Looking(check) if check is not None else contextlib.nullcontext():
+        array = _calls[call](operands)
+    source = _torch_from_numpy(array.copy(order="C"))
+    return torch.empty(source.shape, dtype=source.dtype, device=device).copy_(source)
+
+
+_library.impl("drawn", _run, "CompositeExplicitAutograd")
+_torch_from_numpy = torch.from_numpy
+
+
+def _name(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _map(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """New containers each time: a function may write into what it is given."""
+    if type(tree) in (tuple, list):
+        return type(tree)(_map(item, change) for item in tree)
+    if type(tree) is dict:
+        return {key: _map(value, change) for key, value in tree.items()}
+    return change(tree)
+
+
+# -- while a step is recorded ------------------------------------------------------------------------------------------
+
+
+class Misused(CaptureError):
+    """Something else was done with what a function has drawn than to make a tensor of it."""
+
+
+class Drawn:
+    """Stands for the array that a function gave."""
+
+    _tensor: torch.Tensor
+    _name: str
+    __slots__ = ("_name", "_tensor")
+    __class__ = property(lambda self: np.ndarray)  # whoever asks takes eager's way
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._tensor = tensor
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return _refuse(self, f".{name}")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        return f"<what {self._name} draws>"
+
+
+def _refuse(drawn: Drawn, what: str) -> Any:
+    raise Misused(
+        f"what {drawn._name} has drawn from numpy.random is used in Python ({what}). Make "
+        f"a tensor of it at once (torch.tensor), or do all of it in that function."
+    )
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    return lambda self, *others: _refuse(self, name)
+
+
+_ASKED = (
+    *("bool", "eq", "ne", "lt", "le", "gt", "ge", "contains", "iter", "getitem", "setitem", "float", "int", "index"),
+    *("complex", "invert", "neg", "pos", "abs", "add", "radd", "iadd", "sub", "rsub", "isub", "mul", "rmul", "imul"),
+    *("truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow", "matmul", "rmatmul", "and"),
+    *("rand", "or", "ror", "xor", "rxor", "lshift", "rlshift", "rshift", "rrshift", "divmod", "rdivmod", "array"),
+    *("array_ufunc", "array_function", "copy", "deepcopy", "reduce_ex", "format"),
+)
+for _asked in _ASKED:
+    setattr(Drawn, f"__{_asked}__", _refusing(f"__{_asked}__"))
+Drawn.__hash__ = None  # type: ignore[assignment]  # as an array's
+
+
+class Calls:
+    """Of a recording: what stands in the place of functions that draw."""
+
+    def __init__(self, drawers: Sequence[Drawer], generator: NumpyGenerator, device: torch.device) -> None:
+        self._drawers, self._generator, self._device = drawers, generator, device
+        self._thread = threading.get_ident()
+        self._knows: Callable[[torch.Tensor], bool] = lambda tensor: False
+        self._inside = False
+        self._found: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def of(self, recorder: Recorder) -> Iterator[None]:
+        """Use around the recorded step, inside of all that looks at it."""
+        if not self._drawers:
+            yield
+            return
+        self._knows = recorder.table.knows
+        with in_place_of(self._drawers, self._recorded), _from_numpy(), _Conversions():
+            yield
+
+    def notes(self) -> Iterator[str]:
+        for name in self._found:
+            yield f"{name} draws from numpy.random, and is called in each step; what it gives is a tensor of the plan"
+
+    def _recorded(self, function: FunctionType) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._inside or threading.get_ident() != self._thread:
+                return function(*args, **kwargs)
+            operands: list[torch.Tensor] = []
+            call = _Call(function, _map((args, kwargs), functools.partial(_kept, operands)))
+            name = _name(function)
+            key = _key(name, call)
+            self._generator.calls.append(_calls[key])
+            self._found[name] = None
+            self._inside = True
+            try:
+                with open_to(functools.partial(self._check, operands, name)):
+                    made = DRAWN(operands, key, self._device, generator=self._generator)
+            finally:
+                self._inside = False
+            return Drawn(made, name)
+
+        return called
+
+    def _check(self, operands: Sequence[torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        """What a function reads without being given it may be another tensor's bytes in a replay."""
+        if self._knows(tensor) and not any(_shares(tensor, operand) for operand in operands):
+            raise Misused(f"{name}, which draws from numpy.random, reads a tensor that it is not given as an argument.")
+
+
+class _Looking(TorchDispatchMode):
+    """Around what such a function computes with torch: each tensor is checked, and torch draws nothing."""
+
+    def __init__(self, check: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_in((args, kwargs or {})):
+            self._check(tensor)
+        if facts_of(func).random:
+            raise Misused(f"a function that draws from numpy.random draws from torch, too ({func}).")
+        return func(*args, **(kwargs or {}))
+
+
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+def _kept(operands: list[torch.Tensor], leaf: object) -> object:
+    """What a call is made with in each replay. Whatever may live shorter than the plans of a step is not kept alive."""
+    if type(leaf) is Drawn or isinstance(leaf, torch.Tensor):
+        as_array = type(leaf) is Drawn
+        operands.append(leaf._tensor if as_array else leaf.detach())
+        return _Operand(len(operands) - 1, as_array)
+    if type(leaf) in _PLAIN:
+        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if isinstance(leaf, int | float | str):
+        raise Misused(f"a function that draws from numpy.random is given a {type(leaf).__name__}, which may change.")
+    try:
+        return weakref.ref(leaf)
+    except TypeError:
+        return leaf
+
+
+def _key(name: str, call: _Call) -> str:
+    """Under which it is found: the same for the same call, in another process, too."""
+    told = _told(call)
+    found = name if len(told) > _LONGEST or " at 0x" in told else f"{name}{told}"
+    key, number = found, 0
+    while (other := _calls.setdefault(key, call)) is not call:
+        if other.function is call.function and _told(other) == told:
+            break
+        number += 1
+        key = f"{found} #{number}"
+    return key
+
+
+def _told(call: _Call) -> str:
+    """Its arguments in words: equal ones are the same arguments, as long as the calls are there."""
+
+    def word(leaf: object) -> object:
+        if isinstance(leaf, np.ndarray):
+            return (leaf.dtype.str, leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest())
+        if isinstance(leaf, _Operand) or type(leaf) in _PLAIN:
+            return leaf
+        return f"an object at {id(leaf() if isinstance(leaf, weakref.ref) else leaf):#x}"
+
+    return repr(_map(call.arguments, word))
+
+
+class _Conversions(TorchFunctionMode):
+    """Makes a tensor of the program where torch is asked to make one of what was drawn."""
+
+    def __exit__(self, *error: Any) -> None:
+        be_on_function_stack_(self)
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and args and type(args[0]) is Drawn:
+            return _converted(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _converted(
+    drawn: Drawn,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | int | None = None,
+    requires_grad: bool = False,
+    **others: Any,
+) -> torch.Tensor:
+    if any(others.values()):
+        _refuse(drawn, f"torch.tensor with {', '.join(others)}")
+    made = drawn._tensor
+    where = torch.get_default_device() if device is None else device
+    return made.to(device=where, dtype=dtype or made.dtype, copy=True).requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def _from_numpy() -> Iterator[None]:
+    """No mode sees torch.from_numpy."""
+
+    def from_numpy(array: Any) -> torch.Tensor:
+        return _converted(array, device="cpu") if type(array) is Drawn else _torch_from_numpy(array)
+
+    torch.from_numpy = from_numpy
+    try:
+        yield
+    finally:
+        torch.from_numpy = _torch_from_numpy
