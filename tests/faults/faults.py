@@ -1156,6 +1156,13 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[plain]",),
     ),
     PlantedFault(
+        "integrations: Lightning's scaler is not the step's",
+        "integrations/lightning.py",
+        "scaler=wants.scaler,",
+        "scaler=None,",
+        ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[16-mixed]",),
+    ),
+    PlantedFault(
         "integrations: Accelerate's schedulers do not hear of skipped updates",
         "integrations/accelerate.py",
         "self._optimizer._is_overflow = scaler.get_scale() < before",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes are started is shared with its tests
-from lightning_twins import Fit, Lit, assert_equal_fits, fit, fit_both
+from lightning_twins import SCALED, Fit, Lit, assert_equal_fits, assert_some_were_skipped, fit, fit_both
 from ranks import FINE, run_ranks
 
 from harness import same_bits
@@ -50,8 +50,8 @@ def _alone() -> Any:
         pytest.param({"gradient_clip_val": 0.1}, id="clipped", marks=slow),
         pytest.param({"accumulate_grad_batches": 3}, id="accumulated", marks=slow),
         pytest.param({"precision": "bf16-mixed"}, id="bf16-mixed"),
-        pytest.param({"precision": "16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, id="16-mixed"),
-        pytest.param({"precision": "16-mixed"}, id="16-mixed-plain", marks=slow),
+        pytest.param({"plugins": SCALED, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, id="16-mixed"),
+        pytest.param({"plugins": SCALED}, id="16-mixed-plain", marks=slow),
         pytest.param({"precision": "bf16-true"}, id="bf16-true", marks=slow),
         pytest.param({"precision": "64-true"}, id="64-true", marks=slow),
         pytest.param({"max_steps": 7, "max_epochs": -1, "val_check_interval": 2}, id="many-validations", marks=slow),
@@ -115,7 +115,7 @@ class Watching(pl.Callback):  # type: ignore[misc]
     ("make", "settings", "why"),
     [
         pytest.param(Between, {"accumulate_grad_batches": 2}, "overrides on_after_backward", id="hooks"),
-        pytest.param(Between, {"precision": "16-mixed"}, "overrides on_after", id="hooks-and-scaler", marks=slow),
+        pytest.param(Between, {"plugins": SCALED}, "overrides on_after", id="hooks-and-scaler", marks=slow),
         pytest.param(Lit, {"callbacks": [Watching]}, "the callback Watching", id="callback", marks=slow),
         pytest.param(Lit, clipped_by_value(), "by value", id="by-value", marks=slow),
         pytest.param(Groups, {"gradient_clip_val": 0.1}, "order of the optimizer's groups", id="groups", marks=slow),
@@ -282,14 +282,15 @@ def test_a_fit_goes_on_from_a_checkpoint_as_stock_does(tmp_path: Path) -> None:
     ends = {}
     for name, takeback in (("stock", False), ("ours", True)):
         made = Takeback(memory="keep") if takeback else None
-        first = fit(takeback=made, max_epochs=1, precision="16-mixed")
+        first = fit(takeback=made, max_epochs=1, plugins=SCALED)
         first.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
     for name, source, takeback in (("stock", "stock", False), ("ours", "ours", True), ("crossed", "stock", True)):
         made = Takeback(memory="keep") if takeback else None
-        ends[name] = fit(takeback=made, max_epochs=3, precision="16-mixed", ckpt_path=str(tmp_path / f"{source}.ckpt"))
+        ends[name] = fit(takeback=made, max_epochs=3, plugins=SCALED, ckpt_path=str(tmp_path / f"{source}.ckpt"))
     assert_equal_fits(ends["ours"], ends["stock"])
     assert_equal_fits(ends["crossed"], ends["stock"])
     assert ends["ours"].trainer.global_step == 15
+    assert_some_were_skipped(ends["ours"])
 
 
 class Thawing(pl.Callback):  # type: ignore[misc]

@@ -84,8 +84,7 @@ def test_with_a_group_the_update_is_made_at_once_and_has_the_same_bits(
     assert_trained(ours)
 
 
-@slow
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=slow)])
 def test_texts_packed_into_one_row_have_trainers_bits(attention: str, tmp_path: Path) -> None:
     class Lists(Texts):
         def __getitem__(self, i: int) -> Any:

@@ -428,9 +428,8 @@ def test_a_model_is_made_anew_for_each_training(tmp_path: Path) -> None:
     assert_same(*trained)
 
 
-@slow
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("adamw_torch_fused", marks=slow)])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow)])
 def test_a_scaler_scales_skips_and_unscales(microbatches: int, optim: str, tmp_path: Path) -> None:
     """fp16 needs a GPU for Accelerate, but a scaler does not: its accelerator is given one."""
     trained = []
