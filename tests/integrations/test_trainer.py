@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import trainer_twins
-from trainer_twins import Texts, assert_same, assert_trained, both, llama, means, padded, trainer
+from trainer_twins import Texts, assert_same, assert_trained, both, ia3, llama, means, padded, trainer
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -51,7 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "an optimizer's own step": {"optim": "adafactor", "max_steps": 4},
 }
-QUICK = tuple(CASES)[:2]
+CASES |= {
+    "bfloat16 throughout": {"make": lambda: llama().bfloat16(), "gradient_accumulation_steps": 2},
+    "IA3": {"make": ia3, "gradient_accumulation_steps": 2},
+}
+QUICK = (*tuple(CASES)[:2], "bfloat16 throughout", "IA3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in CASES])

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_twins import Texts, assert_same, assert_trained, both, history, llama, means, padded, state_of, trainer
+from trainer_twins import (
+    Texts,
+    assert_same,
+    assert_trained,
+    both,
+    history,
+    llama,
+    lora,
+    means,
+    padded,
+    state_of,
+    trainer,
+)
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.tokenization_utils_base import BatchEncoding
 
@@ -326,13 +338,6 @@ def test_batch_encodings_stay_what_they_are(tmp_path: Path) -> None:
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    torch.manual_seed(1)
-    return peft.get_peft_model(llama(), config)
 
 
 @pytest.mark.parametrize("make", [lora, pytest.param(llama, marks=slow)])

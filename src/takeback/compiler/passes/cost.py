@@ -145,7 +145,9 @@ def _shape(argument: Argument) -> Any:
 
 def _without_values(argument: Argument) -> Any:
     """A tensor of the region's shape."""
-    return torch.empty(argument.shape, dtype=argument.dtype, device="meta") if isinstance(argument, Region) else argument
+    return (
+        torch.empty(argument.shape, dtype=argument.dtype, device="meta") if isinstance(argument, Region) else argument
+    )
 
 
 def _convolution_backward(op: Op) -> int:
