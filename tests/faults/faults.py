@@ -1163,6 +1163,27 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/integrations/test_lightning.py::test_a_fit_is_stocks[16-mixed]",),
     ),
     PlantedFault(
+        "convert: a gated MLP is asked with small inputs alone, which no clamp touches",
+        "nn/gated_form.py",
+        "LARGE = 20.0",
+        "LARGE = 1.0",
+        ("tests/nn/test_recognise.py::test_look_alikes_of_a_gated_mlp_stay_and_say_why[clamped]",),
+    ),
+    PlantedFault(
+        "convert: an activation that a setting chooses stays the one that was found",
+        "nn/gated_form.py",
+        "if kind.settings is not None and not has_settings(module, kind.settings):",
+        "if False:",
+        ("tests/nn/test_recognise.py::test_a_compiled_step_sees_settings_of_converted_modules_change",),
+    ),
+    PlantedFault(
+        "passes: a formula for operations that asks tensors gets their shapes",
+        "compiler/passes/cost.py",
+        'given = _shape if hasattr(formula, "__wrapped__") else _without_values',
+        "given = _shape",
+        ("tests/passes/test_cost.py::test_formula_that_asks_tensors_gets_some",),
+    ),
+    PlantedFault(
         "integrations: Accelerate's schedulers do not hear of skipped updates",
         "integrations/accelerate.py",
         "self._optimizer._is_overflow = scaler.get_scale() < before",
