@@ -1174,7 +1174,7 @@ FAULTS: tuple[PlantedFault, ...] = (
         "nn/gated_form.py",
         "if kind.settings is not None and not has_settings(module, kind.settings):",
         "if False:",
-        ("tests/nn/test_recognise.py::test_a_compiled_step_sees_settings_of_converted_modules_change",),
+        ("tests/nn/test_recognise.py::test_an_activation_that_a_forward_chooses_by_a_setting_is_the_one_it_chooses",),
     ),
     PlantedFault(
         "passes: a formula for operations that asks tensors gets their shapes",
