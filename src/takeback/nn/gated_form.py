@@ -101,9 +101,12 @@ def recognise(module: nn.Module) -> GatedKind | str | None:
 
 
 def _asked(module: nn.Module, linears: dict[str, nn.Linear]) -> GatedKind | str | None:
-    """The same of a module without an attribute that may be its activation. None, too, if its shapes are others."""
+    """The same of a module without an attribute that may be its activation. None, too, if its shapes are others, or if
+    it takes more than one tensor, as an attention does, whose layers have such shapes."""
     candidates = [kind for name in NAMED for kind in _candidates(linears, None, name)]
-    return (_unaskable(module) or _first(module, candidates)) if candidates else None
+    if not candidates or not takes_one_tensor(module):
+        return None
+    return _unaskable(module) or _first(module, candidates)
 
 
 def _unaskable(module: nn.Module) -> str | None:
