@@ -28,10 +28,13 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches of an update")
     parser.add_argument("--mixed-precision", default="no", choices=["no", "bf16"])
     parser.add_argument("--memory", default="auto", help="as for takeback.compile_step")
+    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     arguments = parser.parse_args()
 
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=arguments.accumulate, mixed_precision=arguments.mixed_precision
+        cpu=arguments.cpu,
+        gradient_accumulation_steps=arguments.accumulate,
+        mixed_precision=arguments.mixed_precision,
     )
     set_seed(0)
     model = GPT(gpt.SMALL)
@@ -43,7 +46,7 @@ def main() -> None:
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
     step = compile_step(accelerator, model, gpt.loss_fn, optimizer, clip_norm=1.0, memory=arguments.memory)  # this line
-    updates, total = 0, torch.zeros(())
+    updates, total = 0, torch.zeros((), device=accelerator.device)
     for tokens, targets in loader:
         with accelerator.accumulate(model):
             total += step(tokens, targets)  # and this one

@@ -5,7 +5,7 @@
 
 Nothing is downloaded: the model is made from its config, and the base is trained first, for a while, on one half of the
 text. Then the base is frozen, and adapters of rank 8 are trained on the other half. Tokens are bytes. Needs
-`pip install 'takeback[transformers]' peft`.
+`pip install 'takeback[peft]'`.
 """
 
 from __future__ import annotations

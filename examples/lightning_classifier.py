@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--memory", default="auto", help="as for takeback.compile_step")
+    parser.add_argument("--cpu", action="store_true", help="even if there is a GPU")
     arguments = parser.parse_args()
 
     pl.seed_everything(0, verbose=False)
@@ -69,7 +70,7 @@ def main() -> None:
     takeback = Takeback(memory=arguments.memory)
     trainer = pl.Trainer(
         max_steps=arguments.steps,
-        accelerator="cpu",
+        accelerator="cpu" if arguments.cpu else "auto",
         gradient_clip_val=1.0,
         callbacks=[takeback],  # this line
         logger=False,

@@ -125,8 +125,6 @@ THINNED = {
     "explain/test_advice_on_code.py": 2,
     "passes/test_chunk_head.py": 2,
     "passes/test_pack.py": 2,
-    "integrations/test_lightning.py": 2,
-    "integrations/test_trainer.py": 2,
     "nn/test_abn_sync.py": 2,
     "step/test_trouble.py": 3,
     "step/test_other_paths.py": 5,

@@ -63,7 +63,7 @@ def test_lightning_classifier_trains_and_validates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("pytorch_lightning")
-    run("lightning_classifier.py", monkeypatch)
+    run("lightning_classifier.py", monkeypatch, "--cpu")
     printed = capsys.readouterr().out
     assert "accuracy after 4 steps: 0." in printed
     assert "of eager's" in printed
@@ -74,7 +74,7 @@ def test_accelerate_loop_makes_as_many_updates_as_it_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
-    run("accelerate_loop.py", monkeypatch, "--accumulate", "2")
+    run("accelerate_loop.py", monkeypatch, "--accumulate", "2", "--cpu")
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
     printed = capsys.readouterr().out

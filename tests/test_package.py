@@ -87,7 +87,7 @@ def test_version_is_written_in_one_place() -> None:
 
 def test_every_extra_is_there_and_its_packages_are_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    assert set(extras) == {"transformers", "trl", "lightning", "accelerate", "dev", "docs"}
+    assert set(extras) == {"transformers", "peft", "trl", "lightning", "accelerate", "dev", "docs"}
     pinned = {name.lower() for name in re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)}
     wanted = {re.split(r"[\[<>=]", package)[0].lower() for packages in extras.values() for package in packages}
     assert wanted - pinned - {"pre-commit"} == set()  # that one is each developer's own

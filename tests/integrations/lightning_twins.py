@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
 from pytorch_lightning.loggers.logger import Logger
+from pytorch_lightning.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,6 +29,9 @@ QUIET = {
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
 }
+
+
+BEGINS_AT = 2.0**19  #: a scale
 
 
 class Lit(pl.LightningModule):  # type: ignore[misc]
@@ -84,6 +88,7 @@ class Fit:
     trainer: Any
     lines: list[tuple[int | None, dict[str, float]]]
     random: Tensor
+    scaler: dict[str, Any] | None  #: its state at the end
     takeback: Takeback | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -93,6 +98,15 @@ class Fit:
         for i, t in enumerate(tensors_of(self.trainer.optimizers[0].state_dict())):
             found[f"optimizer {i}"] = t
         return found
+
+
+def scaled() -> MixedPrecision:
+    """fp16 with a scaler that begins too high. For precision="16-mixed" on a CPU Lightning takes bfloat16 and none."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=BEGINS_AT, growth_interval=3)
+    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+
+SCALED = (scaled,)  #: plugins of a fit, made anew for each
 
 
 def rows(count: int = 40) -> TensorDataset:
@@ -105,6 +119,7 @@ def fit(
     *,
     takeback: Takeback | None = None,
     callbacks: Sequence[Callable[[], Any]] = (),
+    plugins: Sequence[Callable[[], Any]] = (),
     ckpt_path: str | None = None,
     count: int = 40,
     **settings: Any,
@@ -113,12 +128,16 @@ def fit(
     module, history = make(), History()
     made = [c() for c in callbacks]
     trainer = pl.Trainer(
-        **{**QUIET, **settings}, logger=history, callbacks=[*made, *([takeback] if takeback is not None else [])]
+        **{**QUIET, **settings},
+        logger=history,
+        callbacks=[*made, *([takeback] if takeback is not None else [])],
+        plugins=[plugin() for plugin in plugins],
     )
     loader = DataLoader(rows(count), batch_size=8, shuffle=True)
     trainer.fit(module, loader, DataLoader(rows(8), batch_size=8), ckpt_path=ckpt_path)
     random = torch.get_rng_state()
-    return Fit(module, trainer, history.lines, random, takeback)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return Fit(module, trainer, history.lines, random, None if scaler is None else scaler.state_dict(), takeback)
 
 
 def assert_equal_fits(ours: Fit, stock: Fit) -> None:
@@ -129,6 +148,7 @@ def assert_equal_fits(ours: Fit, stock: Fit) -> None:
     assert ours.lines == stock.lines
     assert ours.module.hooks == stock.module.hooks
     assert torch.equal(ours.random, stock.random)
+    assert ours.scaler == stock.scaler
     assert_same(dict(ours.trainer.callback_metrics), dict(stock.trainer.callback_metrics))
     mine, theirs = (
         [copy.deepcopy(c.scheduler.state_dict()) for c in t.lr_scheduler_configs] for t in (ours.trainer, stock.trainer)
@@ -149,4 +169,14 @@ def fit_both(make: Callable[[], Any] = Lit, *, options: dict[str, Any] | None = 
     assert ours.takeback is not None
     assert ours.takeback.step is not None
     assert ours.takeback.step._replays > 0, "nothing was replayed"
+    if settings.get("plugins") == SCALED:
+        assert_some_were_skipped(ours)
     return ours
+
+
+def assert_some_were_skipped(done: Fit) -> None:
+    """Of the updates; Lightning counts those too."""
+    assert done.scaler is not None
+    assert done.scaler["scale"] < BEGINS_AT
+    made = {int(state["step"]) for state in done.trainer.optimizers[0].state.values()}
+    assert 0 < max(made) < done.trainer.global_step

@@ -19,6 +19,7 @@ from accelerate_twins import build, forget, loss_fn, train_both
 from ranks import FINE, run_ranks
 
 from harness import assert_same
+from takeback.compiler.capture.batch import tensors_of
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.accelerate import compile_step
 
@@ -85,6 +86,7 @@ def test_sharded_parameters_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("differs", "message"),
     [
+        ({"mixed_precision": "fp16", "scaler": torch.amp.GradScaler("cpu")}, "fp16.*several processes.*'bf16'"),
         ({"mixed_precision": "fp8"}, "history of scales.*'bf16'"),
         ({"comm_hook": "fp16"}, "have a comm_hook or.*leave these out"),
         ({"broadcast_buffers": False}, "have a comm_hook or.*leave these out"),
@@ -92,10 +94,11 @@ def test_sharded_parameters_are_refused(kind: str) -> None:
 )
 def test_what_an_accelerator_asks_for_in_vain_is_refused(differs: dict[str, Any], message: str) -> None:
     model = build()
-    said = {"mixed_precision": "no", "comm_hook": "no", "broadcast_buffers": True} | differs
+    said = {"mixed_precision": "no", "scaler": None, "comm_hook": "no", "broadcast_buffers": True} | differs
     accelerator = SimpleNamespace(
         distributed_type=SimpleNamespace(name="MULTI_CPU"),
         mixed_precision=said["mixed_precision"],
+        scaler=said["scaler"],
         num_processes=2,
         ddp_handler=accelerate.DistributedDataParallelKwargs(
             comm_hook=accelerate.utils.DDPCommunicationHookType(said["comm_hook"]),
@@ -135,6 +138,47 @@ def by_hand(compiled: bool) -> dict[str, Any]:
 
 def test_a_loop_without_accumulate_says_which_microbatch_is_the_last() -> None:
     assert_same(by_hand(True), by_hand(False))
+
+
+def loaded(compiled: bool, folder: Path, *, saves: bool) -> dict[str, Any]:
+    """Four updates and what they left; saved after the first two, or loaded there."""
+    accelerator = scaling(cpu=True)
+    torch.manual_seed(0 if saves else 7)
+    bare = build()
+    model, optimizer = accelerator.prepare(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9))
+    step = compile_step(accelerator, model, loss_fn, optimizer, clip_norm=0.1, memory="keep") if compiled else None
+
+    def trained(updates: range) -> None:
+        for i in updates:
+            g = torch.Generator().manual_seed(i)
+            x, y = torch.randn(8, 6, generator=g), torch.randint(4, (8,), generator=g)
+            if step is not None:
+                step(x, y)
+            else:
+                accelerator.backward(loss_fn(model, x, y)[0])
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            schedule.step()
+
+    trained(range(5 if saves else 1))  # one that loads has a plan by then
+    accelerator.save_state(str(folder)) if saves else accelerator.load_state(str(folder))
+    trained(range(5, 9))
+    found = {**bare.state_dict(), "scale": torch.tensor(accelerator.scaler.get_scale())}
+    found |= {f"optimizer {i}": t for i, t in enumerate(tensors_of(optimizer.state_dict()))}
+    found["rate"] = torch.tensor(schedule.get_last_lr())
+    forget()
+    return found
+
+
+def test_a_state_that_is_saved_and_loaded_between_steps_goes_on_as_in_stock(tmp_path: Path) -> None:
+    """Ours from its own, and from stock's; all as if nobody had saved."""
+    stock, ours = loaded(False, tmp_path / "stock", saves=True), loaded(True, tmp_path / "ours", saves=True)
+    assert_same(ours, stock)
+    for compiled, folder in ((False, "stock"), (True, "ours"), (True, "stock")):
+        assert_same(loaded(compiled, tmp_path / folder, saves=False), stock)
+    assert not torch.equal(stock["scale"], torch.tensor(2.0**19))
 
 
 def test_two_processes_train_as_with_ddp(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # how processes are started is shared with its tests
-from lightning_twins import Fit, Lit, assert_equal_fits, fit, fit_both
+from lightning_twins import SCALED, Fit, Lit, assert_equal_fits, assert_some_were_skipped, fit, fit_both, scaled
 from ranks import FINE, run_ranks
 
 from harness import same_bits
 from takeback.errors import CaptureError, OptionError
 from takeback.integrations.lightning import Takeback
+from takeback.integrations.lightning_checks import wants_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -50,8 +53,8 @@ def _alone() -> Any:
         pytest.param({"gradient_clip_val": 0.1}, id="clipped", marks=slow),
         pytest.param({"accumulate_grad_batches": 3}, id="accumulated", marks=slow),
         pytest.param({"precision": "bf16-mixed"}, id="bf16-mixed"),
-        pytest.param({"precision": "16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, id="16-mixed"),
-        pytest.param({"precision": "16-mixed"}, id="16-mixed-plain", marks=slow),
+        pytest.param({"plugins": SCALED, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}, id="16-mixed"),
+        pytest.param({"plugins": SCALED}, id="16-mixed-plain", marks=slow),
         pytest.param({"precision": "bf16-true"}, id="bf16-true", marks=slow),
         pytest.param({"precision": "64-true"}, id="64-true", marks=slow),
         pytest.param({"max_steps": 7, "max_epochs": -1, "val_check_interval": 2}, id="many-validations", marks=slow),
@@ -115,7 +118,7 @@ class Watching(pl.Callback):  # type: ignore[misc]
     ("make", "settings", "why"),
     [
         pytest.param(Between, {"accumulate_grad_batches": 2}, "overrides on_after_backward", id="hooks"),
-        pytest.param(Between, {"precision": "16-mixed"}, "overrides on_after", id="hooks-and-scaler", marks=slow),
+        pytest.param(Between, {"plugins": SCALED}, "overrides on_after", id="hooks-and-scaler", marks=slow),
         pytest.param(Lit, {"callbacks": [Watching]}, "the callback Watching", id="callback", marks=slow),
         pytest.param(Lit, clipped_by_value(), "by value", id="by-value", marks=slow),
         pytest.param(Groups, {"gradient_clip_val": 0.1}, "order of the optimizer's groups", id="groups", marks=slow),
@@ -262,6 +265,48 @@ def test_what_cannot_be_honoured_is_refused_with_the_way_out(
         assert same_bits(now, before[name]), name
 
 
+def told(**differs: Any) -> SimpleNamespace:
+    """What the checks look at of a Trainer."""
+    module = Lit()
+    said = {
+        "lightning_module": module,
+        "callbacks": [],
+        "optimizers": [torch.optim.SGD(module.parameters(), lr=0.1)],
+        "strategy": pl.strategies.SingleDeviceStrategy("cpu"),
+        "precision_plugin": pl.plugins.Precision(),
+        "gradient_clip_val": None,
+        "gradient_clip_algorithm": None,
+    }
+    return SimpleNamespace(**(said | differs))
+
+
+class Iterates(Lit):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return super().training_step(next(dataloader_iter)[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"strategy": type("FSDPStrategy", (), {})()}, "strategy is FSDPStrategy.*strategy='ddp'"),
+        ({"strategy": type("DeepSpeedStrategy", (), {})()}, "strategy is DeepSpeedStrategy"),
+        (
+            {"precision_plugin": type("TransformerEnginePrecision", (), {})()},
+            "plugin is TransformerEngine.*'bf16-mixed'",
+        ),
+        ({"lightning_module": Iterates()}, "takes a dataloader_iter.*needs the batch"),
+        ({"strategy": pl.strategies.DDPStrategy(ddp_comm_hook=print)}, "has a communication hook.*without these"),
+        ({"strategy": pl.strategies.DDPStrategy(model_averaging_period=2)}, "model averaging.*without these"),
+        ({"strategy": pl.strategies.DDPStrategy(broadcast_buffers=False)}, "broadcast_buffers=False.*without these"),
+        ({"strategy": pl.strategies.DDPStrategy(), "precision_plugin": scaled()}, "a scaler and.*DDP.*'bf16-mixed'"),
+    ],
+)
+def test_what_a_trainer_asks_for_in_vain_is_refused(differs: dict[str, Any], message: str) -> None:
+    assert wants_of(told()).leaves_grads == ()
+    with pytest.raises(CaptureError, match=message):
+        wants_of(told(**differs))
+
+
 def test_several_optimizers_are_refused() -> None:
     with pytest.raises((CaptureError, RuntimeError), match="optimizers"):
         fit(Several, takeback=Takeback())
@@ -282,14 +327,32 @@ def test_a_fit_goes_on_from_a_checkpoint_as_stock_does(tmp_path: Path) -> None:
     ends = {}
     for name, takeback in (("stock", False), ("ours", True)):
         made = Takeback(memory="keep") if takeback else None
-        first = fit(takeback=made, max_epochs=1, precision="16-mixed")
+        first = fit(takeback=made, max_epochs=1, plugins=SCALED)
         first.trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
     for name, source, takeback in (("stock", "stock", False), ("ours", "ours", True), ("crossed", "stock", True)):
         made = Takeback(memory="keep") if takeback else None
-        ends[name] = fit(takeback=made, max_epochs=3, precision="16-mixed", ckpt_path=str(tmp_path / f"{source}.ckpt"))
+        ends[name] = fit(takeback=made, max_epochs=3, plugins=SCALED, ckpt_path=str(tmp_path / f"{source}.ckpt"))
     assert_equal_fits(ends["ours"], ends["stock"])
     assert_equal_fits(ends["crossed"], ends["stock"])
     assert ends["ours"].trainer.global_step == 15
+    assert_some_were_skipped(ends["ours"])
+
+
+def test_a_fit_goes_on_from_the_middle_of_an_epoch_as_stock_does(tmp_path: Path) -> None:
+    """From what ModelCheckpoint wrote after three of five batches: all progress counters are in there."""
+    ends = {}
+    for name, takeback in (("stock", None), ("ours", Takeback(memory="keep"))):
+        saves = functools.partial(
+            pl.callbacks.ModelCheckpoint, tmp_path / name, "{step}", every_n_train_steps=3, save_top_k=-1
+        )
+        fit(takeback=takeback, callbacks=[saves], plugins=SCALED, enable_checkpointing=True)
+        path = str(tmp_path / name / "step=3.ckpt")
+        made = Takeback(memory="keep") if takeback else None
+        ends[name] = fit(takeback=made, plugins=SCALED, ckpt_path=path)
+    assert_equal_fits(ends["ours"], ends["stock"])
+    assert_some_were_skipped(ends["ours"])
+    assert ends["ours"].trainer.global_step == 10
+    assert ends["ours"].module.hooks[0] == "start 3 3"
 
 
 class Thawing(pl.Callback):  # type: ignore[misc]

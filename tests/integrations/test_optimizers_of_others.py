@@ -29,13 +29,14 @@ MAKES = {
     "SGDScheduleFree": of("schedulefree", "SGDScheduleFree"),
     "AdamW8bit": of("torchao.optim", "AdamW8bit", block_size=64),
 }
+COMPILES = "AdamW8bit"  #: by torch.compile, which takes seconds
 
 
 def cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-@pytest.mark.parametrize("name", list(MAKES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == COMPILES else ()) for n in MAKES])
 def test_its_own_step_is_called(name: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -6,14 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 from torch import distributed as dist
+
+import texts_in_a_row
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import trainer_twins
-from trainer_twins import Texts, assert_same, assert_trained, both, llama, means, padded, trainer
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from trainer_twins import Texts, assert_same, assert_trained, both, ia3, llama, means, padded, trainer
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 from takeback.integrations.transformers import TakebackTrainer
 
@@ -42,7 +51,11 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
     "an optimizer's own step": {"optim": "adafactor", "max_steps": 4},
 }
-QUICK = tuple(CASES)[:2]
+CASES |= {
+    "bfloat16 throughout": {"make": lambda: llama().bfloat16(), "gradient_accumulation_steps": 2},
+    "IA3": {"make": ia3, "gradient_accumulation_steps": 2},
+}
+QUICK = (*tuple(CASES)[:2], "bfloat16 throughout", "IA3")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in CASES])
@@ -84,13 +97,13 @@ def test_with_a_group_the_update_is_made_at_once_and_has_the_same_bits(
     assert_trained(ours)
 
 
-@slow
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_texts_packed_into_one_row_have_trainers_bits(attention: str, tmp_path: Path) -> None:
-    class Lists(Texts):
-        def __getitem__(self, i: int) -> Any:
-            return {name: values.tolist() for name, values in super().__getitem__(i).items()}
+class Lists(Texts):
+    def __getitem__(self, i: int) -> Any:
+        return {name: values.tolist() for name, values in super().__getitem__(i).items()}
 
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=slow)])
+def test_texts_packed_into_one_row_have_trainers_bits(attention: str, tmp_path: Path) -> None:
     theirs, ours = both(
         tmp_path,
         make=lambda: llama(attn_implementation=attention),
@@ -98,5 +111,30 @@ def test_texts_packed_into_one_row_have_trainers_bits(attention: str, tmp_path: 
         given=lambda: {"data_collator": DataCollatorWithFlattening()},
         takeback={"max_plans": 20},
     )
+    assert_same(theirs, ours)
+    assert_trained(ours)
+
+
+def by_varlen(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """What transformers hands to a flash attention: cumulative lengths as a tensor, the longest text as a number."""
+    ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    assert isinstance(longest, int)
+    rows = (each[0].transpose(0, 1) for each in (query, key, value))
+    out = texts_in_a_row.varlen.varlen_attn(*rows, ends, ends, longest, longest, **texts_in_a_row.CAUSAL)
+    return out[None], None
+
+
+def test_texts_in_one_row_under_a_flash_attention_have_trainers_bits(tmp_path: Path) -> None:
+    AttentionInterface.register("by_varlen", by_varlen)
+    AttentionMaskInterface.register("by_varlen", lambda *args, **kwargs: None)
+    with texts_in_a_row.kernels_for_the_cpu():
+        theirs, ours = both(
+            tmp_path,
+            make=lambda: llama(attn_implementation="by_varlen", num_key_value_heads=4),
+            data=Lists(spread=3),
+            given=lambda: {"data_collator": DataCollatorWithFlattening(return_flash_attn_kwargs=True)},
+            takeback={"max_plans": 20},
+        )
+        assert "torch_attn." in str(ours.takeback_report())
     assert_same(theirs, ours)
     assert_trained(ours)

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_twins import Texts, assert_same, assert_trained, both, history, llama, means, padded, state_of, trainer
+from trainer_twins import (
+    Texts,
+    assert_same,
+    assert_trained,
+    both,
+    history,
+    llama,
+    lora,
+    means,
+    padded,
+    state_of,
+    trainer,
+)
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from transformers.tokenization_utils_base import BatchEncoding
 
@@ -328,13 +340,6 @@ def test_batch_encodings_stay_what_they_are(tmp_path: Path) -> None:
 # -- checkpoints ---------------------------------------------------------------------------------------------------
 
 
-def lora() -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-    torch.manual_seed(1)
-    return peft.get_peft_model(llama(), config)
-
-
 @pytest.mark.parametrize("make", [lora, pytest.param(llama, marks=slow)])
 def test_a_training_that_is_resumed_ends_with_the_same_bits(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     """Of Trainer's whole training, and of one that Trainer began."""
@@ -428,9 +433,8 @@ def test_a_model_is_made_anew_for_each_training(tmp_path: Path) -> None:
     assert_same(*trained)
 
 
-@slow
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("optim", ["adamw_torch", pytest.param("adamw_torch_fused", marks=slow)])
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=slow)])
 def test_a_scaler_scales_skips_and_unscales(microbatches: int, optim: str, tmp_path: Path) -> None:
     """fp16 needs a GPU for Accelerate, but a scaler does not: its accelerator is given one."""
     trained = []

@@ -43,7 +43,7 @@ def test_two_processes_that_accumulate_have_the_bits_of_distributed_data_paralle
 def test_two_processes_have_the_bits_of_distributed_data_parallel(tmp_path: Path) -> None:
     """And what several processes cannot have is refused."""
     found = under_torchrun(tmp_path)
-    for name in ("one microbatch", "items of all ranks", "items of each rank", "means", "bf16"):
+    for name in ("one microbatch", "items of all ranks", "items of each rank", "means", "bf16", "lora"):
         assert found[name] == []
         assert found[f"{name}: steps"] >= 4
     assert "fp16=True" in found["fp16"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from trainer_twins import Texts, history, means, padded, state_of, trainer
+from trainer_twins import Texts, history, lora, means, padded, state_of, trainer
 from transformers import Trainer, TrainerCallback
 
 from takeback.errors import OptionError
@@ -25,6 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "items of each rank": {"gradient_accumulation_steps": 2, "average_tokens_across_devices": False, **LENGTHS},
     "means": {"make": means, "gradient_accumulation_steps": 3, "data": Texts(14)},
     "bf16": {"bf16": True},
+    "lora": {"make": lora, "gradient_accumulation_steps": 2},
 }
 
 

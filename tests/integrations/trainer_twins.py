@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -29,6 +30,23 @@ def means(**config: Any) -> nn.Module:
     model = llama(**config)
     model.accepts_loss_kwargs = False
     return model
+
+
+def lora() -> nn.Module:
+    """Adapters of the attention, with dropout; the base is frozen."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), config)
+
+
+def ia3() -> nn.Module:
+    """Factors of what keys, values and the MLP make."""
+    peft = pytest.importorskip("peft")
+    targets = ["k_proj", "v_proj", "down_proj"]
+    config = peft.IA3Config(target_modules=targets, feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(1)
+    return peft.get_peft_model(llama(), config)
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

@@ -40,7 +40,12 @@ MODELS: dict[str, tuple[Any, tuple[int, int, int]]] = {
     "Granite": (lambda: transformers.GraniteConfig(**SIZES, **HEADS, **IDS, logits_scaling=3.0), (5, 2, 0)),
     "Gemma": (lambda: transformers.GemmaConfig(**SIZES, **HEADS, **IDS, head_dim=8), (5, 2, 0)),
     "Mistral": (lambda: transformers.MistralConfig(**SIZES, **HEADS, **IDS), (5, 2, 0)),
-    "Olmo": (lambda: transformers.OlmoConfig(**SIZES, **HEADS, **IDS), (0, 2, 0)),
+    "Olmo": (lambda: transformers.OlmoConfig(**SIZES, **HEADS, **IDS), (5, 2, 0)),  # norms without weight
+    "NanoChat": (lambda: transformers.NanoChatConfig(**SIZES, **HEADS, **IDS), (9, 0, 0)),
+    "Lfm2": (  # its forwards call F.silu
+        lambda: transformers.Lfm2Config(**SIZES, **HEADS, **IDS, layer_types=["conv", "full_attention"]),
+        (7, 2, 0),
+    ),
     "Olmo2": (lambda: transformers.Olmo2Config(**SIZES, **HEADS, **IDS), (9, 2, 0)),
     "Qwen3": (lambda: transformers.Qwen3Config(**SIZES, **HEADS, **IDS, head_dim=8), (9, 2, 0)),
     "Cohere": (lambda: transformers.CohereConfig(**SIZES, **HEADS, **IDS), (3, 2, 0)),

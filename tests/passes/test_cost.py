@@ -160,6 +160,20 @@ def test_convolution_in_half_precision_computes_channels_eight_by_eight(
     assert seconds(apart, rates) - 1e-6 == pytest.approx(operations(apart) / (4e10 * 0.4))
 
 
+def test_formula_that_asks_tensors_gets_some() -> None:
+    """As that of attention over texts in one row, where each may be the longest."""
+    import torch.nn.attention.varlen
+
+    q, out, logsumexp, rng = (region(12, 2, 8, buffer=i) for i in range(4))
+    ends = region(4, dtype=torch.int32, buffer=5)
+    varlen = op(
+        torch.ops.torch_attn._varlen_attn.default, q, q, q, ends, ends, 6, 6, True, results=(out, logsumexp, rng)
+    )
+    assert operations(varlen) == 3 * 2 * (
+        2 * 2 * 6 * 6 * 8
+    )  # texts, products, and of each: heads, rows, columns, width
+
+
 def test_what_runs_no_kernel_costs_nothing() -> None:
     assert seconds(Op(Special.SAVE_RANDOM, (), {}, ()), RATES) == 0.0
     assert seconds(op(aten.empty_like.default, region(8), results=(region(8),)), RATES) == 0.0

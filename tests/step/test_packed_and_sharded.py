@@ -3,6 +3,7 @@ bits; what does not is refused with the way out, before anything has changed."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from train_twice import Training, assert_equal_trainings, batch, simple
 
 import takeback as tb
+import texts_in_a_row
 from takeback.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -230,6 +232,49 @@ def test_packed_texts_of_varying_lengths(loss: Callable[..., Tensor], plans: int
 
     done = assert_equal_trainings(make, steps=8)
     assert len(done.compiled[0]._plans) == plans
+
+
+NEVER_ALIKE = tuple((16 - n, n) for n in range(1, 5))
+WITHOUT_THE_LAST = ((5, 7, 4, 0), (8, 8, 0, 0), (16, 0, 0, 0), (4, 4, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "longest", "plans"),
+    [
+        pytest.param(texts_in_a_row.LENGTHS, None, 2, id="one for each longest text"),
+        pytest.param(texts_in_a_row.LENGTHS, texts_in_a_row.LONGEST, 1, id="one for all"),
+        pytest.param(WITHOUT_THE_LAST, 16, 1, id="one for all, and empty texts at the end"),
+    ],
+)
+@pytest.mark.parametrize("memory", ["keep", "min"])
+def test_attention_over_texts_in_one_row_has_eagers_bits(
+    lengths: tuple[tuple[int, ...], ...], longest: int | None, plans: int, memory: str
+) -> None:
+    """torch's varlen_attn, with a kernel for the CPU: cumulative lengths are a tensor of the batch, the longest a
+    number."""
+
+    def make(compiled: bool) -> Training:
+        model = texts_in_a_row.Reader()
+        draw = functools.partial(texts_in_a_row.row, lengths=lengths, longest=longest)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return simple(model, texts_in_a_row.loss_of, optimizer, compiled, draw=draw, memory=memory)
+
+    with texts_in_a_row.kernels_for_the_cpu():
+        done = assert_equal_trainings(make, steps=8)
+        assert len(done.compiled[0]._plans) == plans
+        assert "torch_attn." in str(done.compiled[0].report())
+
+
+def test_a_longest_text_of_another_length_in_each_step_is_told_of() -> None:
+    model = texts_in_a_row.Reader()
+    with texts_in_a_row.kernels_for_the_cpu():
+        step = tb.compile_step(
+            model, texts_in_a_row.loss_of, torch.optim.SGD(model.parameters(), lr=1e-2), memory="keep"
+        )
+        for i in range(3):
+            step(*texts_in_a_row.row(i, NEVER_ALIKE))
+        with pytest.warns(RuntimeWarning, match=r"4 plans in a row: an argument varies \(13, then 12\)"):
+            step(*texts_in_a_row.row(3, NEVER_ALIKE))
 
 
 def test_nested_tensors_are_refused_in_the_batch_and_inside() -> None:

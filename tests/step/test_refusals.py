@@ -783,7 +783,6 @@ def test_an_operator_that_runs_a_function_is_refused() -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_flex_attention_is_refused() -> None:
     from torch.nn.attention.flex_attention import flex_attention

@@ -104,6 +104,11 @@ def _check(accelerator: Any) -> None:
             "the accelerator has mixed_precision='fp8': its layers keep a history of scales that a replay would not "
             "write. Use mixed_precision='bf16'."
         )
+    if accelerator.num_processes > 1 and accelerator.scaler is not None:
+        raise CaptureError(
+            "the accelerator has mixed_precision='fp16' with a scaler and several processes. They do not go together "
+            "yet: a compiled step would unscale gradients before they are averaged. Use mixed_precision='bf16'."
+        )
     handler = accelerator.ddp_handler
     if accelerator.num_processes > 1 and handler is not None:
         hook = str(getattr(handler.comm_hook, "value", handler.comm_hook))

@@ -47,6 +47,12 @@ def wants_of(trainer: Any) -> Wants:
     clip = trainer.gradient_clip_val
     clips = clip is not None and clip > 0
     scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None and type(trainer.strategy).__name__ == "DDPStrategy":
+        raise CaptureError(
+            "the precision is '16-mixed' with a scaler and the strategy is DDP. They do not go together yet: a "
+            "compiled step would unscale gradients before they are averaged. Use precision='bf16-mixed', or one "
+            "process."
+        )
     leaves = tuple(_leaving(trainer, clips=clips, grouped=group is not None))
     if group is not None and leaves:
         raise CaptureError(

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,3 +44,22 @@ def takes_one_tensor(module: nn.Module) -> bool:
     """Whether the forward has one argument, and no way to get others."""
     taken = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return len(taken) == 1 and taken[0].kind in (taken[0].POSITIONAL_ONLY, taken[0].POSITIONAL_OR_KEYWORD)
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """Plain values that its forward may read, its classes' too: what was found by asking holds for these."""
+    classes = type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+    names = dict.fromkeys(name for each in (module, *classes) for name in vars(each))
+    values = {name: getattr(module, name, None) for name in names if name != "training" and not name.startswith("_")}
+    return {name: value for name, value in values.items() if _is_plain(value)}
+
+
+def has_settings(module: nn.Module, settings: dict[str, Any]) -> bool:
+    """Whether they are what they were. Reads them as a forward does: a compiled step sees what it depends on."""
+    return all(getattr(module, name, None) == value for name, value in settings.items())
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -1,6 +1,7 @@
 """Gated MLPs by whatever class, down(act(gate(x)) * up(x)): recognised by their parts and by what they compute.
 
-In: a module. Out: a `GatedKind` with the names of its parts, or why it is none. It is asked with small random weights
+In: a module. Out: a `GatedKind` with the names of its parts, or why it is none. The activation is an attribute, or one
+of ours that the forward calls. It is asked with small random weights
 in place of its own, on the CPU, in training and in eval; so neither its size nor its device matters.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 
 from takeback import engine
 from takeback.nn.activation_form import name_of
-from takeback.nn.asking import asking, in_both_modes, refusal, takes_one_tensor
-from takeback.nn.forward_graphs import touched
-from takeback.nn.gated_linear import Activate, gated, gated_linear
+from takeback.nn.asking import asking, has_settings, in_both_modes, refusal, settings_of, takes_one_tensor
+from takeback.nn.forward_graphs import is_torchs_own, touched
+from takeback.nn.gated_linear import NAMED, Activate, gated, gated_linear
 from takeback.nn.owner import Copies
 from takeback.nn.swap import REMEMBERED, Form, argument
 
 WIDTH, INNER, OUT = 5, 6, 7  #: of the weights it is asked with: all different
+LARGE = 20.0  #: times as large are some of the inputs it is asked with: a forward may clamp what is far from 0
 
 
 @dataclass
@@ -32,10 +34,11 @@ class GatedKind:
     gate: str
     up: str | None
     down: str
-    act: str  #: the attribute that is called
+    act: str | None  #: the attribute that is called; None: the forward itself calls one of ours
     activation: str | None  #: its name where it is one of ours; None: it is called as it is
     gate_first: bool = True  #: of two halves
     described: Any = None  #: what the activation is, to see when it is replaced
+    settings: dict[str, Any] | None = None  #: by which a forward may choose one that is no attribute
     copies: Copies = field(default_factory=Copies)
 
     def __str__(self) -> str:
@@ -56,9 +59,11 @@ class KeepsGateAndUp(Form):
         recorded = module.training or torch.is_grad_enabled()
         if not isinstance(x, Tensor) or not recorded or torch.compiler.is_compiling() or engine.transformed():
             return self.plain(*args, **kwargs)
-        act: Any = getattr(module, kind.act)
+        act: Any = None if kind.act is None else getattr(module, kind.act)
         if (isinstance(act, nn.Module) and touched(act)) or _described(act) != kind.described:
             return self.plain(*args, **kwargs)  # somebody watches it, or put another in its place
+        if kind.settings is not None and not has_settings(module, kind.settings):
+            return self.plain(*args, **kwargs)
         gate = getattr(module, kind.gate)(x)
         up = None if kind.up is None else getattr(module, kind.up)(x)
         down = getattr(module, kind.down)
@@ -81,30 +86,59 @@ def recognise(module: nn.Module) -> GatedKind | str | None:
     linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
     weighted = [child for child in module.children() if list(child.parameters())]
     acts = list(_activations(module))
-    if not acts or len(weighted) not in (2, 3) or list(module.parameters(recurse=False)):
+    if len(weighted) not in (2, 3) or list(module.parameters(recurse=False)):
         return None
     if not all(_is_layer(child) for child in weighted):
         return None
+    if not acts:  # perhaps its forward calls one of ours: of those that have the parts, hardly any are MLPs
+        return None if len(linears) != len(weighted) or is_torchs_own(module) else _asked(module, linears)
     if len(linears) != len(weighted):
         return f"its layers are {', '.join(sorted({type(each).__name__ for each in weighted}))}, not Linear"
+    candidates = [kind for act in acts for kind in _candidates(linears, act, None)]
+    if why := _unaskable(module):
+        return why
+    return _first(module, candidates) if candidates else "it is not gated: no two of its layers make what a third takes"
+
+
+def _asked(module: nn.Module, linears: dict[str, nn.Linear]) -> GatedKind | str | None:
+    """The same of a module without an attribute that may be its activation. None, too, if its shapes are others, or if
+    it takes more than one tensor, as an attention does, whose layers have such shapes."""
+    candidates = [kind for name in NAMED for kind in _candidates(linears, None, name)]
+    if not candidates or not takes_one_tensor(module):
+        return None
+    return _unaskable(module) or _first(module, candidates)
+
+
+def _unaskable(module: nn.Module) -> str | None:
     if why := touched(module):
         return f"it {why}"
-    if not takes_one_tensor(module):
-        return "its forward takes more than one tensor"
-    candidates = [kind for act in acts for kind in _candidates(linears, act)]
-    if not candidates:
-        return "it is not gated: no two of its layers make what a third takes"
-    answer: bool | str = False
+    return None if takes_one_tensor(module) else "its forward takes more than one tensor"
+
+
+def _first(module: nn.Module, candidates: list[GatedKind]) -> GatedKind | str:
+    """The one that the module computes, or why it is none of them."""
+    raised, computes = None, False
     for kind in candidates:
-        answer = _agrees(module, kind)
-        if answer is True:
-            act = getattr(module, kind.act)
-            with asking(module):
-                kind.activation, kind.described = name_of(act), _described(act)
-            return kind
+        try:
+            answer = _agrees(module, kind)
+        except Exception as error:  # whatever a forward raises: of another form, or with layers in each other's places
+            raised = raised or refusal(error)
+            continue
         if isinstance(answer, str):
             return answer
-    return "its forward is not down(act(gate(x)) * up(x))"
+        if answer:
+            if kind.act is None:
+                return replace(kind, settings=settings_of(module))
+            act = getattr(module, kind.act)
+            with asking(module):
+                return replace(kind, activation=name_of(act), described=_described(act))
+        computes = True
+    return raised if raised and not computes else f"its forward is not {_form(candidates[0])}"
+
+
+def _form(kind: GatedKind) -> str:
+    named = "" if kind.act is not None else f", act one of {', '.join(NAMED)}"
+    return f"down(act(gate(x)) * up(x)){named}"
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -124,33 +158,30 @@ def _activations(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _candidates(linears: dict[str, nn.Linear], act: str) -> Iterator[GatedKind]:
+def _candidates(linears: dict[str, nn.Linear], act: str | None, activation: str | None) -> Iterator[GatedKind]:
     for gate, up, down in itertools.permutations(linears, 3):
         made = {linears[gate].out_features, linears[up].out_features, linears[down].in_features}
         if len(made) == 1 and linears[gate].in_features == linears[up].in_features:
-            yield GatedKind(gate, up, down, act, None)
+            yield GatedKind(gate, up, down, act, activation)
     for both, down in itertools.permutations(linears, 2) if len(linears) == 2 else ():
         if linears[both].out_features == 2 * linears[down].in_features:
-            yield from (GatedKind(both, None, down, act, None, gate_first=first) for first in (True, False))
+            yield from (GatedKind(both, None, down, act, activation, gate_first=first) for first in (True, False))
 
 
 def _agrees(module: nn.Module, kind: GatedKind) -> bool | str:
-    """Whether the module computes that, with small weights; or why it cannot be asked."""
-    try:
-        with asking(module), torch.no_grad():
-            for _ in in_both_modes(module):
-                for shape in ((3, WIDTH), (2, 4, WIDTH)):
-                    x = torch.randn(shape, dtype=torch.float64)
-                    given = x.clone()
-                    small = _small_weights(module, kind)
-                    result = torch.func.functional_call(module, small, (x,))
-                    if not isinstance(result, Tensor) or not torch.equal(given, x):
-                        return "its forward writes onto its input, or returns something else than a tensor"
-                    expected = _by_formula(module, kind, x, small)
-                    if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-9, atol=1e-9):
-                        return False
-    except Exception as error:  # whatever a forward raises that is no such MLP
-        return refusal(error)
+    """Whether the module computes that, with small weights; or why it cannot be converted whatever it computes."""
+    with asking(module), torch.no_grad():
+        for _ in in_both_modes(module):
+            for shape, size in (((3, WIDTH), 1.0), ((2, 4, WIDTH), 1.0), ((8, WIDTH), LARGE)):
+                x = torch.randn(shape, dtype=torch.float64) * size
+                given = x.clone()
+                small = _small_weights(module, kind)
+                result = torch.func.functional_call(module, small, (x,))
+                if not isinstance(result, Tensor) or not torch.equal(given, x):
+                    return "its forward writes onto its input, or returns something else than a tensor"
+                expected = _by_formula(module, kind, x, small)
+                if result.shape != expected.shape or not torch.allclose(result, expected, rtol=1e-9, atol=1e-9):
+                    return False
     return True
 
 
@@ -176,4 +207,5 @@ def _by_formula(module: nn.Module, kind: GatedKind, x: Tensor, small: dict[str, 
         gate, up = halves if kind.gate_first else halves[::-1]
     else:
         up = layer(kind.up, x)
-    return layer(kind.down, getattr(module, kind.act)(gate) * up)
+    act: Activate = NAMED[kind.activation or ""] if kind.act is None else getattr(module, kind.act)
+    return layer(kind.down, act(gate) * up)

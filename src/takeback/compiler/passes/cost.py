@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -78,7 +78,7 @@ def seconds(op: Op, rates: Rates) -> float:
             half = _factors(op).itemsize < 4
             rate *= min(rates.convolution, _HALF_CONVOLUTION) if half else rates.convolution
             flops *= _in_groups(op) if half else 1.0
-        elif name.startswith("_scaled_dot_product"):
+        elif name.startswith(("_scaled_dot_product", "_varlen_attn")):
             rate *= rates.attention
         time = max(time, flops / rate)
     return rates.op_s + time
@@ -131,10 +131,23 @@ def operations(op: Op) -> int:
     formula = flop_registry.get(target.overloadpacket)
     if formula is None:
         return 0
-    args = [a.shape if isinstance(a, Region) else a for a in op.args if not isinstance(a, torch.dtype)]
-    results = tuple(r.shape if isinstance(r, Region) else r for r in op.results)
-    kwargs = {k: v.shape if isinstance(v, Region) else v for k, v in op.kwargs.items() if k != "out"}
+    # torch wraps a formula of shapes; the others, as of attention over texts in one row, ask tensors.
+    given = _shape if hasattr(formula, "__wrapped__") else _without_values
+    args = [given(a) for a in op.args if not isinstance(a, torch.dtype)]
+    results = tuple(map(given, op.results))
+    kwargs = {k: given(v) for k, v in op.kwargs.items() if k != "out"}
     return int(formula(*args, **kwargs, out_val=results if len(results) > 1 else results[0]))
+
+
+def _shape(argument: Argument) -> Any:
+    return argument.shape if isinstance(argument, Region) else argument
+
+
+def _without_values(argument: Argument) -> Any:
+    """A tensor of the region's shape."""
+    return (
+        torch.empty(argument.shape, dtype=argument.dtype, device="meta") if isinstance(argument, Region) else argument
+    )
 
 
 def _convolution_backward(op: Op) -> int:
