@@ -14,6 +14,7 @@ from typing import Any
 
 import trust_faults
 import trust_samples
+from revision import told
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,7 +54,7 @@ is read as a process would find it, half of them with a digest that fits.
 {rows}
 
 **Caught: {caught} of {harmful} harmful faults ({share}).** `tests/mutation/run_mutations.py`, seed {seed}, {date},
-torch {torch}, Python {python}, {hardware}, {minutes} minutes.
+torch {torch}, Python {python}, {hardware}, {minutes} minutes{commit}.
 
 What takes no part: how long an op needs its scratch is measured in a first replay, and no check could know it better. A
 plan from the cache brings it along; the cache is private to the user, and each entry has a digest.
@@ -73,7 +74,7 @@ state{how}.
 | resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
 | objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
 
-`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.{note}
+`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes{commit}.{note}
 """
 
 _FAULTS = """## What may go wrong around a step
@@ -142,6 +143,7 @@ def _mutations(found: dict[str, Any]) -> str:
         rows="\n".join(rows),
         caught=f"{total['caught']:,}",
         harmful=f"{total['harmful']:,}",
+        commit=told([found]),
         share=f"{total['caught'] / total['harmful']:.2%}",
         **{k: found[k] for k in ("seed", "date", "torch", "python", "hardware", "minutes")},
     )
@@ -151,6 +153,7 @@ def _soak(found: dict[str, Any]) -> str:
     growth = found["growth from the second quarter to the last"]
     fast = found.get("mode") == "fast"
     return _SOAK.format(
+        commit=told([found["machine"]]),
         title=", in mode fast" if fast else "",
         how=", within 1e-2 of their norm, plus 1e-6; then takeback went on from eager's" if fast else "",
         every=10 if fast else 100,
