@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from revision import told
@@ -17,7 +17,7 @@ LEAST = 0.1  #: of the groupings, or curves count as different
 _SAMPLES = """## PyTorch's own samples
 
 Every differentiable operator of `torch.testing`'s `op_db` and every module of its `module_db`, on the CPU in float32:
-{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager. "equal": losses,
+{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager.{operands} "equal": losses,
 parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in float64 than
 twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor itself (where a loss
 is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run in float64, draw other
@@ -133,6 +133,7 @@ def samples(found: Mapping[str, Any]) -> str:
     kernels = [run["kernels"] for run in found.values() if run["how"]["kernels"] == "generated"]
     return _SAMPLES.format(
         steps=first["how"]["steps"],
+        operands=_operands(found.values()),
         near=1e-4,
         heads=" | ".join(OUTCOMES),
         lines="--:|" * len(OUTCOMES),
@@ -143,6 +144,29 @@ def samples(found: Mapping[str, Any]) -> str:
         date=max(run["date"] for run in found.values()),
         commit=told(run["machine"] for run in found.values()),
         **{k: first["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+def _operands(runs: Iterable[Mapping[str, Any]]) -> str:
+    """What of the samples varies; nothing of runs of before, in which whole numbers did not."""
+    counted: collections.Counter[str] = collections.Counter()
+    for run in runs:
+        if "operands" not in run:
+            return ""
+        counted.update(run["operands"])
+    whole, turned, floats, with_gradient = (
+        f"{counted[name]:,}"
+        for name in (
+            "tensors of whole numbers",
+            "of which other values in each step",
+            "floating-point operands",
+            "of which with a gradient",
+        )
+    )
+    return (
+        f" Of\n{floats} floating-point operands {with_gradient} have a gradient, and of {whole} tensors of whole "
+        f"numbers {turned} have others in\neach step; the rest eager does not accept so. At least 2 of the steps are "
+        f"replays, or the sample counts as refused."
     )
 
 
