@@ -4,12 +4,12 @@
         [--kernels eager|traced|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
 
 From `torch.testing._internal`: `common_methods_invocations.op_db` and `common_modules.module_db`, on the CPU, in
-float32, the first samples of each. A step multiplies each floating-point tensor of the sample by a parameter of its own,
-calls the op, and adds up what it gives; whole numbers move on along a dimension from step to step. Where eager does not
-accept one of these, that tensor is taken as it is. sample_steps.py says how it is trained and what the outcomes are. In mode fast clusters run with
-eager's kernels, so that what is looked at is the plan; with `--kernels traced` as what Inductor would be given, op by
-op, each compared with double precision; with `--kernels generated` Inductor compiles them, a few seconds each. The JSON
-file holds several such runs, by `--key`.
+float32, the first samples of each. A step multiplies each floating-point tensor of the sample by a parameter of its
+own, calls the op, and adds up what it gives; whole numbers move on along a dimension from step to step. Where eager
+does not accept one of these, that tensor is taken as it is. sample_steps.py says how it is trained and what the
+outcomes are. In mode fast clusters run with eager's kernels, so that what is looked at is the plan; with `--kernels
+traced` as what Inductor would be given, op by op, each compared with double precision; with `--kernels generated`
+Inductor compiles them, a few seconds each. The JSON file holds several such runs, by `--key`.
 """
 
 from __future__ import annotations

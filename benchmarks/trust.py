@@ -22,9 +22,10 @@ PAGE = ROOT / "docs" / "trust.md"
 
 _HEAD = """# What was tried, and what came of it
 
-Long runs that look for wrong numbers, and for anything that is lost or grows. Each has a short part in `make test`; all
-of it is `make trust`, which leaves out what wants a GPU where there is none, and the large buffers where there is too
-little memory. This page is written by `benchmarks/trust.py` from the results of the last runs.
+Long runs that look for wrong numbers, and for anything that is lost or grows. They have short parts in `make test`,
+and some more, such as two processes that compile at once, in `make test-all`; all of it is `make trust`, which leaves
+out what wants a GPU where there is none, and the large buffers where there is too little memory. This page is written
+by `benchmarks/trust.py` from the results of the last runs.
 """
 
 _CHECKS = """## Faults in plans

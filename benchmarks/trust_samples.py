@@ -17,12 +17,12 @@ LEAST = 0.1  #: of the groupings, or curves count as different
 _SAMPLES = """## PyTorch's own samples
 
 Every differentiable operator of `torch.testing`'s `op_db` and every module of its `module_db`, on the CPU in float32:
-{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager.{operands} "equal": losses,
-parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in float64 than
-twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor itself (where a loss
-is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run in float64, draw other
-random numbers there, or have losses more than 1e-2 from eager's, eager is the measure. A sample of which eager itself
-makes no step counts as refused.
+{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager.{operands} "equal":
+losses, parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in
+float64 than twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor
+itself (where a loss is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run
+in float64, draw other random numbers there, or have losses more than 1e-2 from eager's, eager is the measure. A
+sample of which eager itself makes no step counts as refused.
 
 | samples | memory | clusters run with | subjects | {heads} |
 |---|---|---|--:|{lines}

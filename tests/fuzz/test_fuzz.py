@@ -82,8 +82,8 @@ def test_value_that_was_written_in_place_since_is_not_copied_again_by_a_later_cl
 ZERO_BUT_FOR_ROUNDING = Recipe(
     (("batch_norm", 0, 0), ("gelu", 3, 4)), (6,) * 4, optimizer="momentum", memory="min", autocast=True, head="capped"
 )
-"""The momentum of `linear.bias`, which a batch norm takes off again: the kind of program that run_fuzz.py found from seed
-54000 on."""
+"""The momentum of `linear.bias`, which a batch norm takes off again: the kind of program that run_fuzz.py found from
+seed 54000 on."""
 
 
 def test_what_is_zero_but_for_rounding_is_near_where_float64_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

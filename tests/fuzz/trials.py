@@ -162,10 +162,10 @@ def compiled(recipe: Recipe, mode: str) -> tuple[Trained, tb.CompiledStep]:
 
 
 def judge(recipe: Recipe, mode: str, *, whole: bool = True) -> str:
-    """The outcome in a word, a refusal with the start of its message. `whole`: what the training leaves is compared, too.
-    Where kernels round otherwise than eager's, it says nothing: an optimizer that divides a gradient by its size makes a
-    step of what is zero but for rounding. There a kernel that was further from double precision than it may be is
-    "given up", as it is in a step of the user's; elsewhere, where eager's kernels run, it is wrong."""
+    """The outcome in a word, a refusal with the start of its message. `whole`: what the training leaves is compared,
+    too. Where kernels round otherwise than eager's, it says nothing: an optimizer that divides a gradient by its size
+    makes a step of what is zero but for rounding. There a kernel that was further from double precision than it may be
+    is "given up", as it is in a step of the user's; elsewhere, where eager's kernels run, it is wrong."""
     expected = eager(recipe)
     if expected is None:
         return "no program"

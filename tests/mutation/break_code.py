@@ -108,7 +108,9 @@ def drop_in_flight(subject: Subject, draw: Random) -> CodeMutant | None:
     if any(text.startswith("return") for _, text in lines[: at + 1]):
         return None  # it would be in another function
     lines.insert(at + 1, (lines[at][0], " = ".join([*names, "None"])))
-    return CodeMutant(lines, f"{', '.join(names)} of the bucket of op {send} dropped after op {position}, before {wait}")
+    return CodeMutant(
+        lines, f"{', '.join(names)} of the bucket of op {send} dropped after op {position}, before {wait}"
+    )
 
 
 def _names_of_the_bytes(name: str, texts: list[str]) -> list[str]:

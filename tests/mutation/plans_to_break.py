@@ -338,9 +338,7 @@ class Subject:
         maker = self.step._maker
         reducer = maker.group.reducer if maker.group is not None else None
         if self.is_streamed:
-            return self.run_by(
-                lambda: AllocatorExecutor(layout, poison=True, reducer=reducer, kernels=maker.kernels)
-            )
+            return self.run_by(lambda: AllocatorExecutor(layout, poison=True, reducer=reducer, kernels=maker.kernels))
         return self.run_by(
             lambda: ArenaExecutor(
                 layout, maker.arena, maker.native, poison=True, reducer=reducer, kernels=maker.kernels

@@ -218,7 +218,9 @@ def test_sound_pickle_of_something_else_counts_as_absent(
 
 
 def test_kept_graph_whose_guards_cannot_be_read_counts_as_absent(monkeypatch: pytest.MonkeyPatch, usual: Path) -> None:
-    graphs = [mock.Mock(spec=CompiledFxGraph, guards_expr=said) for said in ("no(expression", "L['s0'] > 5 and", "True")]
+    graphs = [
+        mock.Mock(spec=CompiledFxGraph, guards_expr=said) for said in ("no(expression", "L['s0'] > 5 and", "True")
+    ]
     candidates = mock.Mock(return_value=iter([(graph, b"", True) for graph in graphs]))
     monkeypatch.setattr(FxGraphCache, "iterate_over_candidates", candidates)
     assert kernel_file._kept("a key", 32) is graphs[-1]

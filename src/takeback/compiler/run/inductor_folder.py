@@ -2,9 +2,9 @@
 that nobody else can write.
 
 torch loads what lies there without a digest, and without asking whose it is. So the folder is looked at before anything
-is compiled or looked up. One that somebody else has put in the place of the usual one is left alone, and one in takeback's cache is
-used; one that the user has named is the user's to mend, and until then eager's kernels run. Triton's own folder, where
-the user has named one, is looked at likewise: Inductor's kernels for a GPU are kept there.
+is compiled or looked up. One that somebody else has put in the place of the usual one is left alone, and one in
+takeback's cache is used; one that the user has named is the user's to mend, and until then eager's kernels run.
+Triton's own folder, where the user has named one, is looked at likewise: Inductor's kernels for a GPU are kept there.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def is_kept(key: str | None, base: int) -> bool:
 
 
 def _kept(key: str, base: int | None) -> Any | None:
-    """The one place where pickles are loaded: from a folder that only the user can write. What is no graph, or cannot be
-    read, is as good as absent."""
+    """The one place where pickles are loaded: from a folder that only the user can write. What is no graph, or cannot
+    be read, is as good as absent."""
     from torch._inductor.codecache import FxGraphCache
     from torch._inductor.output_code import OutputCode
 
