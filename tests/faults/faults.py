@@ -1455,4 +1455,18 @@ FAULTS: tuple[PlantedFault, ...] = (
         "return replace(region, buffer=entering[region], offset=0)",
         ("tests/passes/test_fuse.py::test_key_knows_numbers_and_how_well_operands_are_aligned",),
     ),
+    PlantedFault(
+        "cache: kernels of an earlier process are looked up without asking whose the folder is",
+        "compiler/run/kernel_file.py",
+        "    try:\n        check_folder_()\n",
+        "    try:\n",
+        ("tests/run/test_inductor_folder.py::test_pickle_that_somebody_else_could_have_planted_is_never_loaded",),
+    ),
+    PlantedFault(
+        "cache: whatever a kept pickle holds is taken for a graph",
+        "compiler/run/kernel_file.py",
+        "if isinstance(graph, OutputCode) and _holds(graph, base):",
+        "if _holds(graph, base):",
+        ("tests/run/test_inductor_folder.py::test_sound_pickle_of_something_else_counts_as_absent",),
+    ),
 )
