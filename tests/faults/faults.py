@@ -390,8 +390,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "executor: Inductor loads what others could have written",
         "compiler/run/inductor_folder.py",
-        "    if fault is not None:\n        raise PermissionError(",
-        "    if False:\n        raise PermissionError(",
+        '    if fault is not None:\n        raise _refused(folder, fault, "TORCH',
+        '    if False:\n        raise _refused(folder, fault, "TORCH',
         (
             "tests/run/test_inductor_folder.py"
             "::test_folder_of_the_users_that_others_can_write_is_not_used_and_says_so[everybody]",
