@@ -52,7 +52,7 @@ def test_no_model_was_wrong_and_few_were_refused(file: str) -> None:
     trained = sum(n for outcome, n in counts.items() if outcome != "skipped")
     assert counts["differs"] == counts["foreign exception"] == 0
     assert trained >= 120
-    assert counts["refused"] <= 0.05 * trained
+    assert counts["refused"] + counts.get("as advised", 0) <= 0.05 * trained
 
 
 def test_no_random_program_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
