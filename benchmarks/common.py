@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import takeback as tb
+from revision import COMMIT
 from takeback.compiler.run import allocator
 
 Step = Callable[[], object]
@@ -26,6 +27,7 @@ def machine(device: str = "cpu") -> dict[str, object]:
         "torch": torch.__version__,
         "takeback": tb.__version__,
         "python": platform.python_version(),
+        "commit": COMMIT,
     }
 
 

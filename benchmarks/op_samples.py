@@ -4,21 +4,23 @@
         [--kernels eager|traced|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
 
 From `torch.testing._internal`: `common_methods_invocations.op_db` and `common_modules.module_db`, on the CPU, in
-float32, the first samples of each. A step multiplies the sample's first tensor by a parameter, calls the op, and adds
-up what it gives; sample_steps.py says how it is trained and what the outcomes are. In mode fast clusters run with
-eager's kernels, so that what is looked at is the plan; with `--kernels traced` as what Inductor would be given, op by
-op, each compared with double precision; with `--kernels generated` Inductor compiles them, a few seconds each. The JSON
-file holds several such runs, by `--key`.
+float32, the first samples of each. A step multiplies each floating-point tensor of the sample by a parameter of its
+own, calls the op, and adds up what it gives; whole numbers move on along a dimension from step to step. Where eager
+does not accept one of these, that tensor is taken as it is. sample_steps.py says how it is trained and what the
+outcomes are. In mode fast clusters run with eager's kernels, so that what is looked at is the plan; with `--kernels
+traced` as what Inductor would be given, op by op, each compared with double precision; with `--kernels generated`
+Inductor compiles them, a few seconds each. The JSON file holds several such runs, by `--key`.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import datetime
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,18 +30,36 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from common import machine
-from sample_steps import STEPS, How, Row, Subject, Unusable, as_data, counts, not_compiled, outcome, total
+from sample_steps import (
+    STEPS,
+    How,
+    Row,
+    Subject,
+    Unusable,
+    accepted,
+    as_data,
+    counts,
+    eager,
+    is_float,
+    not_compiled,
+    outcome,
+    total,
+)
 
 __all__ = ["How", "differentiable", "not_compiled", "outcome", "subjects_of_module", "subjects_of_op"]
 
 
 class Scaled(nn.Module):
-    """One number, by which the first tensor is multiplied, and perhaps a module that takes the product."""
+    """Numbers, by which tensors are multiplied, and perhaps a module that takes the products."""
 
     def __init__(self, inner: nn.Module | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.9))
+        self.weights = nn.ParameterList()
         self.inner = inner
+
+    def with_weights_(self, count: int) -> Scaled:
+        self.weights = nn.ParameterList(nn.Parameter(torch.tensor(0.9 + 0.01 * i)) for i in range(count))
+        return self
 
 
 def differentiable() -> list[Any]:
@@ -91,27 +111,54 @@ def subjects_of_module(info: Any, count: int) -> Iterator[Subject | Row]:
 
 
 def _subject(
-    name: str, number: int, build: Callable[[], nn.Module], given: Any, call: Callable[..., Any]
+    name: str, number: int, build: Callable[[], Scaled], given: Any, call: Callable[..., Any]
 ) -> Subject | Row:
-    """`given`: what `call` takes after the model, of which the first floating-point tensor is multiplied."""
+    """`given`: what `call` takes after the model, of which floating-point tensors are multiplied, and tensors of whole
+    numbers turned, each if eager accepts that."""
     leaves, form = pytree.tree_flatten(given)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    scaled = next((i for i in places if leaves[i].is_floating_point() or leaves[i].is_complex()), None)
+    tensors = [leaves[i].detach() for i in places]
+    floats = [i for i, t in enumerate(tensors) if is_float(t)]
     try:
         trains = any(p.requires_grad for p in build().parameters()) and name.startswith("nn.")
     except Exception as error:
         return Row(name, number, "refused", f"skipped: it is not built: {type(error).__name__}: {str(error)[:120]}")
-    if scaled is None and not trains:
+    if not floats and not trains:
         return Row(name, number, "refused", "skipped: none of its operands is a floating-point tensor")
 
-    def loss(model: Any, *tensors: Tensor) -> Tensor:
-        filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor * model.weight if place == scaled else tensor
-        found = total(call(model, *pytree.tree_unflatten(filled, form)))
-        return found + 0 * model.weight if scaled is None else found
+    def made(scaled: Sequence[int], turned: Mapping[int, int]) -> Subject:
+        def loss(model: Any, *given: Tensor) -> Tensor:
+            filled = list(leaves)
+            for i, (place, tensor) in enumerate(zip(places, given, strict=True)):
+                filled[place] = tensor * model.weights[scaled.index(i)] if i in scaled else tensor
+            found = total(call(model, *pytree.tree_unflatten(filled, form)))
+            return found if scaled else found + 0 * model.weights[0]
 
-    return Subject(name, number, build, loss, [leaves[i].detach() for i in places])
+        return Subject(name, number, lambda: build().with_weights_(len(scaled) or 1), loss, tensors, turned)
+
+    scaled, turned = floats[:1], {}
+    try:
+        reference = eager(made(scaled, turned))
+    except Unusable:
+        return made(scaled, turned)  # which says so
+    if accepted(made(floats, turned), reference):
+        scaled = floats
+    else:
+        for i in floats[1:]:
+            scaled += [i] if accepted(made([*scaled, i], turned), reference) else []
+    for i, t in enumerate(tensors):
+        for dim in turns(t):
+            if accepted(made(scaled, turned | {i: dim}), reference):
+                turned[i] = dim
+                break
+    return made(scaled, turned)
+
+
+def turns(t: Tensor) -> list[int]:
+    """Dimensions along which values of whole numbers can be moved on so that it makes a difference."""
+    if is_float(t) or t.layout is not torch.strided:
+        return []
+    return [dim for dim in reversed(range(t.dim())) if not torch.equal(t.roll(1, dim), t)]
 
 
 def rows_of(subject: Subject | Row, how: How) -> Row:
@@ -147,10 +194,16 @@ def main() -> None:
     infos = [info for info in infos if not asked.only or info.name in asked.only][: asked.limit]
     subjects_of = subjects_of_op if asked.of == "ops" else subjects_of_module
     rows: list[Row] = []
+    varied: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
     for done, info in enumerate(infos, 1):
         for subject in subjects_of(info, asked.samples):
             rows.append(rows_of(subject, how))
+            if isinstance(subject, Subject):
+                varied["tensors of whole numbers"] += sum(not is_float(t) for t in subject.tensors)
+                varied["of which other values in each step"] += len(subject.turned)
+                varied["floating-point operands"] += sum(map(is_float, subject.tensors))
+                varied["of which with a gradient"] += len(subject.build().weights) * any(map(is_float, subject.tensors))
             if rows[-1].outcome in ("wrong", "foreign exception") or asked.only:
                 print(rows[-1], flush=True)
         if done % 20 == 0 or done == len(infos):
@@ -164,6 +217,8 @@ def main() -> None:
                     "how": asdict(how) | {"of": asked.of, "steps": STEPS, "samples of each": asked.samples},
                     "subjects": done,
                     "counts": counts(rows),
+                    "operands": dict(varied),
+                    "least replays": min((r.replays for r in rows if r.outcome != "refused"), default=0),
                     "kernels": {
                         "generated": sum(r.generated for r in rows),
                         "given up": sum(len(r.given_up) for r in rows),

@@ -2,7 +2,7 @@
 
 A `Subject` makes a model, a loss and a batch; `outcome` trains it `STEPS` steps of SGD on values that change. Outcomes:
 equal in bits, near (in mode fast), refused with a reason (a sample of which eager itself can make no step is counted
-here, too), wrong, foreign exception.
+here, too, and one of which fewer than `LEAST_REPLAYS` steps were replays: it shows nothing), wrong, foreign exception.
 
 Near is what float64 says where the same steps run in it: losses and tensors no further off than twice what eager's are,
 plus `NEAR` of themselves or of their change. Where they do not run, or draw other random numbers, eager is the measure.
@@ -14,7 +14,7 @@ import collections
 import copy
 import math
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,9 +29,11 @@ from takeback.compiler.run.inductor import Compiled, NotCompiled, interpret_clus
 from takeback.errors import TakebackError
 
 STEPS = 4
+LEAST_REPLAYS = 2
 OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
 NEAR = 1e-4
 RATE = 1e-2
+FEW_REPLAYS = f"fewer than {LEAST_REPLAYS} of the steps were replays"
 
 
 class Unusable(Exception):
@@ -40,13 +42,23 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: `loss(model, *tensors)`, on values of the same kind in every step."""
+    """What is trained: `loss(model, *tensors)`, on values of the same kind in every step. `turned`: of tensors of whole
+    numbers or of bool, the dimension along which their values move on in each step."""
 
     name: str
     sample: int
     build: Callable[[], nn.Module]
     loss: Callable[..., Tensor]
     tensors: Sequence[Tensor]
+    turned: Mapping[int, int] = field(default_factory=dict)
+
+    def batch(self, step: int) -> list[Tensor]:
+        """Other values of the same kind: floating-point numbers a little smaller in each step, so that they stay where
+        the op is defined, whole numbers in other places."""
+        return [
+            t * (1 - 0.01 * step) if is_float(t) else t.roll(step, self.turned[i]) if i in self.turned else t.clone()
+            for i, t in enumerate(self.tensors)
+        ]
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Row:
     reason: str = ""
     generated: int = 0  #: kernels of clusters that Inductor made and that were found right
     given_up: tuple[str, ...] = field(default=())  #: why others run with eager's
+    replays: int = 0  #: of the steps
 
 
 @dataclass
@@ -99,9 +112,8 @@ def not_compiled(cluster: Cluster, device: torch.device) -> Compiled:
     raise NotCompiled("eager's kernels were asked for")
 
 
-def batch(tensors: Sequence[Tensor], step: int) -> list[Tensor]:
-    """Other values of the same kind: a little smaller in each step, so that they stay where the op is defined."""
-    return [t * (1 - 0.01 * step) if t.is_floating_point() or t.is_complex() else t.clone() for t in tensors]
+def is_float(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def total(out: Any) -> Tensor:
@@ -133,7 +145,7 @@ def eager(subject: Subject, widen: Callable[[Any], Any] = lambda given: given) -
     for i in range(STEPS):
         torch.manual_seed(i)
         try:
-            loss = subject.loss(model, *(widen(t) for t in batch(subject.tensors, i)))
+            loss = subject.loss(model, *(widen(t) for t in subject.batch(i)))
         except Unusable:
             raise
         except Exception as error:
@@ -165,7 +177,7 @@ def compiled(subject: Subject, how: How) -> tuple[Trained, tb.CompiledStep]:
     losses = []
     for i in range(STEPS):
         torch.manual_seed(i)
-        losses.append(step(*batch(subject.tensors, i)).detach().clone())
+        losses.append(step(*subject.batch(i)).detach().clone())
     return Trained(losses, _everything(model)), step
 
 
@@ -235,14 +247,19 @@ def outcome(subject: Subject, how: How) -> Row:
         return Row(**row, outcome="refused", reason=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     except Exception:
         return Row(**row, outcome="foreign exception", reason=traceback.format_exc()[-1500:])
+    row["replays"] = step._replays
     if how.kernels != "eager":
         row |= _kernels(step)
-    if ours.same(reference):
-        return Row(**row, outcome="equal")
-    if how.mode == "exact":
-        return Row(**row, outcome="wrong", reason=f"losses {ours.losses}, eager's {reference.losses}")
-    wrong = apart(ours, reference, in_float64(subject, reference), _everything(subject.build()))
-    return Row(**row, outcome="wrong" if wrong else "near", reason="; ".join(wrong[:4]))
+    same, wrong = ours.same(reference), []
+    if not same and how.mode == "exact":
+        wrong = [f"losses {ours.losses}, eager's {reference.losses}"]
+    elif not same:
+        wrong = apart(ours, reference, in_float64(subject, reference), _everything(subject.build()))
+    if wrong:
+        return Row(**row, outcome="wrong", reason="; ".join(wrong[:4]))
+    if step._replays < LEAST_REPLAYS:
+        return Row(**row, outcome="refused", reason=FEW_REPLAYS)
+    return Row(**row, outcome="equal" if same else "near")
 
 
 def _kernels(step: tb.CompiledStep) -> dict[str, Any]:
@@ -262,7 +279,19 @@ def counts(rows: Sequence[Row]) -> dict[str, int]:
 def as_data(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """Those that are not equal, or of which a kernel was given up; without what says nothing."""
     for row in (row for row in rows if row.outcome != "equal" or row.given_up):
-        yield {k: v for k, v in asdict(row).items() if v or k in ("op", "sample", "outcome")}
+        said = {k: v for k, v in asdict(row).items() if k != "replays" or row.reason == FEW_REPLAYS}
+        yield {k: v for k, v in said.items() if v or k in ("op", "sample", "outcome")}
+
+
+def accepted(subject: Subject, than: Trained) -> bool:
+    """Whether eager makes steps of it, the same ones again, and with finite losses where those of another one are."""
+    try:
+        found = eager(subject)
+        again = eager(subject)
+    except Unusable:
+        return False
+    finite = all(a.isfinite() or not b.isfinite() for a, b in zip(found.losses, than.losses, strict=True))
+    return finite and found.same(again)
 
 
 def _in_a_line(error: BaseException) -> str:

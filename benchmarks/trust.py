@@ -14,6 +14,7 @@ from typing import Any
 
 import trust_faults
 import trust_samples
+from revision import told
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -21,9 +22,10 @@ PAGE = ROOT / "docs" / "trust.md"
 
 _HEAD = """# What was tried, and what came of it
 
-Long runs that look for wrong numbers, and for anything that is lost or grows. Each has a short part in `make test`; all
-of it is `make trust`, which leaves out what wants a GPU where there is none, and the large buffers where there is too
-little memory. This page is written by `benchmarks/trust.py` from the results of the last runs.
+Long runs that look for wrong numbers, and for anything that is lost or grows. They have short parts in `make test`,
+and some more, such as two processes that compile at once, in `make test-all`; all of it is `make trust`, which leaves
+out what wants a GPU where there is none, and the large buffers where there is too little memory. This page is written
+by `benchmarks/trust.py` from the results of the last runs.
 """
 
 _CHECKS = """## Faults in plans
@@ -53,7 +55,7 @@ is read as a process would find it, half of them with a digest that fits.
 {rows}
 
 **Caught: {caught} of {harmful} harmful faults ({share}).** `tests/mutation/run_mutations.py`, seed {seed}, {date},
-torch {torch}, Python {python}, {hardware}, {minutes} minutes.
+torch {torch}, Python {python}, {hardware}, {minutes} minutes{commit}.
 
 What takes no part: how long an op needs its scratch is measured in a first replay, and no check could know it better. A
 plan from the cache brings it along; the cache is private to the user, and each entry has a digest.
@@ -73,7 +75,7 @@ state{how}.
 | resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
 | objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
 
-`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes.{note}
+`benchmarks/soak.py{asked}`, {date}, torch {torch}, Python {python}, {device}, {minutes} minutes{commit}.{note}
 """
 
 _FAULTS = """## What may go wrong around a step
@@ -142,6 +144,7 @@ def _mutations(found: dict[str, Any]) -> str:
         rows="\n".join(rows),
         caught=f"{total['caught']:,}",
         harmful=f"{total['harmful']:,}",
+        commit=told([found]),
         share=f"{total['caught'] / total['harmful']:.2%}",
         **{k: found[k] for k in ("seed", "date", "torch", "python", "hardware", "minutes")},
     )
@@ -151,6 +154,7 @@ def _soak(found: dict[str, Any]) -> str:
     growth = found["growth from the second quarter to the last"]
     fast = found.get("mode") == "fast"
     return _SOAK.format(
+        commit=told([found["machine"]]),
         title=", in mode fast" if fast else "",
         how=", within 1e-2 of their norm, plus 1e-6; then takeback went on from eager's" if fast else "",
         every=10 if fast else 100,

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from revision import told
+
 
 @dataclass(frozen=True)
 class PlantedTrouble:
@@ -231,7 +233,7 @@ or after it, everything that a step sets for its time must be as it was, and the
 |---|--:|--:|--:|---|
 {rows}
 
-{last} `benchmarks/interrupts.py`, {about}, torch {torch}, Python {python}, {device}.
+{last} `benchmarks/interrupts.py`, {about}, torch {torch}, Python {python}, {device}{commit}.
 """
 
 
@@ -241,9 +243,9 @@ def interrupts(found: Mapping[str, Any]) -> str:
     rows = []
     for run in runs:
         recording = run["by kind of step"].get("recording", 0)
-        told = "; ".join(f"{n} x {_in_a_cell(kind)}{_mended(run, kind)}" for kind, n in run["faults"].items())
+        faults = "; ".join(f"{n} x {_in_a_cell(kind)}{_mended(run, kind)}" for kind, n in run["faults"].items())
         counts = f"{run['interrupts']:,} | {recording:,} | {run['interrupts'] - recording:,}"
-        rows.append(f"| {run.get('code', 'of this run')} | {counts} | {told or 'none'} |")
+        rows.append(f"| {run.get('code', 'of this run')} | {counts} | {faults or 'none'} |")
     newest = runs[-1]
     last = f"Of the {newest['interrupts']:,} of the last run, {sum(newest['faults'].values()) or 'none'} left a fault."
     return _INTERRUPTS.format(
@@ -251,6 +253,7 @@ def interrupts(found: Mapping[str, Any]) -> str:
         rows="\n".join(rows),
         last=f"**{last}**" if newest["faults"] else last,
         about=found.get("date") or found["about"],
+        commit=told([found["machine"]]),
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from revision import told
 
 _KERNELS = {"eager": "eager's kernels", "traced": "what Inductor is given", "generated": "Inductor's kernels"}
 OUTCOMES = ("equal", "near", "refused", "wrong", "foreign exception")
@@ -15,12 +17,12 @@ LEAST = 0.1  #: of the groupings, or curves count as different
 _SAMPLES = """## PyTorch's own samples
 
 Every differentiable operator of `torch.testing`'s `op_db` and every module of its `module_db`, on the CPU in float32:
-{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager. "equal": losses,
-parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in float64 than
-twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor itself (where a loss
-is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run in float64, draw other
-random numbers there, or have losses more than 1e-2 from eager's, eager is the measure. A sample of which eager itself
-makes no step counts as refused.
+{steps} steps of SGD on values that change, one recorded and the others replayed, beside eager.{operands} "equal":
+losses, parameters and buffers are eager's, bit by bit. "near" (in mode fast): no further from the same steps in
+float64 than twice what eager is, plus {near:g} of a loss, of a tensor's change and of a hundredth of the tensor
+itself (where a loss is in half precision: four times its rounding, in place of {near:g}). Where the steps do not run
+in float64, draw other random numbers there, or have losses more than 1e-2 from eager's, eager is the measure. A
+sample of which eager itself makes no step counts as refused.
 
 | samples | memory | clusters run with | subjects | {heads} |
 |---|---|---|--:|{lines}
@@ -36,7 +38,7 @@ Why samples were refused, in mode exact:
 |---|---|
 {refusals}
 
-`benchmarks/op_samples.py`, {date}, torch {torch}, Python {python}, {device}.
+`benchmarks/op_samples.py`, {date}, torch {torch}, Python {python}, {device}{commit}.
 """
 
 _MODELS = """## Models of transformers
@@ -51,7 +53,7 @@ are of several runs; a model that was late on a busy machine keeps the row it ha
 {rows}
 
 The last column adds up "as advised" and "refused".
-`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}; {device}.{note}
+`benchmarks/transformers_models.py`, {date}, torch {torch}, Python {python}; {device}{commit}.{note}
 """
 
 NEAR_MODELS = (
@@ -68,20 +70,27 @@ optimizers or two at once, `memory=` "auto", "min" or "keep", with and without p
 microbatches, `update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is
 trained beside eager in both modes; mode fast with eager's kernels in its clusters. "near" (in mode fast): every
 result, parameter, buffer and state of an optimizer is within 1e-3 of eager's, by norms, plus 1e-6; within 3e-2 where
-something is computed in bfloat16. "further off": in mode fast, and told below. {traced}
+something is computed in bfloat16{rule}. {traced}
 
-| mode | programs | equal | near | further off | refused | wrong |
-|---|--:|--:|--:|--:|--:|--:|
+| mode | programs | {heads} |
+|---|--:|{lines}
 {rows}
 
-`tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes.{note}
+`tests/fuzz/run_fuzz.py`, seeds from {seed} on, {date}, torch {torch}, Python {python}, {minutes} minutes{commit}.{note}
 """
+
+_BY_FLOAT64 = """. What is not (the gradient of a bias before a batch norm is zero but for rounding) is near if it
+is no further from the same training in float64 than twice what eager's is, plus 1e-3 (or 3e-2) of itself, plus 1e-6;
+where the training in float64 is another one (a result is further than 1e-2, or 3e-2, from eager's), it is wrong"""
+
+
+IN_ITS_PLACE = ": in place of such a one eager's run."
 
 _BIG = """## Large buffers
 
 A step with {elements:,} elements in one buffer (2^31 are {limit:,}) and an arena of {gib:.1f} GiB, beside eager:
 {differences} of loss, aux, gradient and parameters differed by a bit. `benchmarks/big_buffers.py`, {date},
-torch {torch}, Python {python}, {device}, {threads} threads, {seconds} s.
+torch {torch}, Python {python}, {device}, {threads} threads, {seconds} s{commit}.
 """
 
 _GPU = """## Trainings on a GPU
@@ -89,7 +98,7 @@ _GPU = """## Trainings on a GPU
 {steps:,} steps of GPT-2 (124M, {shape} tokens) in mode fast and in eager, on the same batches from the same weights,
 each with several seeds for dropout ({seeds} trainings in mode fast, {eagers} in eager). {curves}Most growth of a
 training in mode fast, from the second quarter to the last: {growth}. {problems}
-`benchmarks/soak_gpu.py`, {date}, torch {torch}, Python {python}, {device}.
+`benchmarks/soak_gpu.py`, {date}, torch {torch}, Python {python}, {device}{commit}.
 {gradients}"""
 
 _CURVES = """The mean loss curves are {ours:.4f} apart (root of the mean square, in means of a hundredth part of the
@@ -108,7 +117,7 @@ The gradients {show} bias. At {count} moments of a training of the same model th
 was compared with single precision's: in norm, mode fast was {fast_near:.4f} to {fast_far:.4f} of it off, eager
 {eager_near:.4f} to {eager_far:.4f}, and eager further off in {further} of {count}. Along the gradient, where a bias
 would show, mode fast was off by {fast:+.4f} in the mean (standard error {fast_error:.4f}), eager by {eager:+.4f}
-({eager_error:.4f}). `benchmarks/fast_gradients.py`, {about}, torch {torch}, Python {python}, {device}.
+({eager_error:.4f}). `benchmarks/fast_gradients.py`, {about}, torch {torch}, Python {python}, {device}{commit}.
 """
 
 
@@ -124,6 +133,7 @@ def samples(found: Mapping[str, Any]) -> str:
     kernels = [run["kernels"] for run in found.values() if run["how"]["kernels"] == "generated"]
     return _SAMPLES.format(
         steps=first["how"]["steps"],
+        operands=_operands(found.values()),
         near=1e-4,
         heads=" | ".join(OUTCOMES),
         lines="--:|" * len(OUTCOMES),
@@ -132,7 +142,31 @@ def samples(found: Mapping[str, Any]) -> str:
         given_up=f"{sum(k['given up'] for k in kernels):,}",
         refusals="\n".join(f"| {why} | {', '.join(sorted(names))} |" for why, names in ordered),
         date=max(run["date"] for run in found.values()),
+        commit=told(run["machine"] for run in found.values()),
         **{k: first["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+def _operands(runs: Iterable[Mapping[str, Any]]) -> str:
+    """What of the samples varies; nothing of runs of before, in which whole numbers did not."""
+    counted: collections.Counter[str] = collections.Counter()
+    for run in runs:
+        if "operands" not in run:
+            return ""
+        counted.update(run["operands"])
+    whole, turned, floats, with_gradient = (
+        f"{counted[name]:,}"
+        for name in (
+            "tensors of whole numbers",
+            "of which other values in each step",
+            "floating-point operands",
+            "of which with a gradient",
+        )
+    )
+    return (
+        f" Of\n{floats} floating-point operands {with_gradient} have a gradient, and of {whole} tensors of whole "
+        f"numbers {turned} have others in\neach step; the rest eager does not accept so. At least 2 of the steps are "
+        f"replays, or the sample counts as refused."
     )
 
 
@@ -175,6 +209,7 @@ def models(found: Mapping[str, Mapping[str, Any]]) -> str:
     machine = next(iter(found.values()))["machine"]
     return _MODELS.format(
         date=max(run["date"] for run in found.values()),
+        commit=told(run["machine"] for run in found.values()).replace(", commit", "; the last runs: commit"),
         near=NEAR_MODELS,
         note="".join(f"\n{run['note']}" for run in found.values() if "note" in run),
         heads=" | ".join(shown),
@@ -195,21 +230,57 @@ def devices(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def fuzz(found: Mapping[str, Any], traced: Mapping[str, Any]) -> str:
     """`traced`: with what Inductor is given in its clusters."""
-    wrong = len(found["wrong"])
+    found, traced = added_up(found), added_up(traced)
+    by_float64 = "further off" not in found["counts"]["fast"]  # a file of before told of such programs
+    outcomes = ("equal", "near", "refused", "wrong") if by_float64 else ("equal", "near", "further off", "refused")
     rows = [
-        f"| {mode} | {sum(counts.values()):,} | "
-        f"{' | '.join(f'{counts.get(o, 0):,}' for o in ('equal', 'near', 'further off', 'refused'))} | {wrong} |"
+        f"| {mode} | {sum(counts.values()):,} | {' | '.join(f'{counts.get(o, 0):,}' for o in outcomes)} |"
+        + ("" if by_float64 else f" {len(found['wrong'])} |")
         for mode, counts in found["counts"].items()
     ]
     named = ("instructions", "seed", "date", "torch", "python", "minutes")
     note = f"\n{found['note']}" if "note" in found else ""
+    given_up = len(traced["given up"])
     also = (
         f"{traced['programs']:,} more ran in mode fast with what Inductor is given in the clusters; there each kernel "
         f"is compared with double precision, and what the training leaves is not compared with eager's. Of these "
-        f"kernels {len(traced['given up']) or 'none'} was further from double precision than it may be (seeds from "
-        f"{traced['seed']} on, {traced['date']}, {traced['minutes']} minutes){traced.get('note', '.')}"
+        f"kernels {given_up or 'none'} {'were' if given_up > 1 else 'was'} further from double precision than it may "
+        f"be (seeds from {traced['seed']} on, {traced['date']}, {traced['minutes']} minutes{told(traced['abouts'])})"
+        f"{traced.get('note', IN_ITS_PLACE if given_up else '.')}"
     )
-    return _FUZZ.format(rows="\n".join(rows), note=note, traced=also, **{k: found[k] for k in named})
+    return _FUZZ.format(
+        rule=_BY_FLOAT64 if by_float64 else '. "further off": in mode fast, and told below',
+        heads=" | ".join((*outcomes, *(() if by_float64 else ("wrong",)))),
+        lines="--:|" * (len(outcomes) + (not by_float64)),
+        rows="\n".join(rows),
+        note=note,
+        traced=also,
+        commit=told(found["abouts"]),
+        **{k: found[k] for k in named},
+    )
+
+
+def added_up(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The runs of run_fuzz.py in a file, as one. A file of before has one, which was put together by hand."""
+    if "runs" not in found:
+        return {**found, "abouts": [found]}
+    runs = found["runs"]
+    counts: dict[str, collections.Counter[str]] = {}
+    for run in runs:
+        for mode, outcomes in run["counts"].items():
+            counts.setdefault(mode, collections.Counter()).update(outcomes)
+    seeds = [f"{run['seed']:d}" for run in runs]
+    return {
+        **{k: runs[-1][k] for k in ("torch", "python", "instructions")},
+        "seed": " and ".join(filter(None, (", ".join(seeds[:-1]), seeds[-1]))),
+        "date": " to ".join(dict.fromkeys((min(r["date"] for r in runs), max(r["date"] for r in runs)))),
+        "minutes": round(sum(run["minutes"] for run in runs), 1),
+        "programs": sum(run["programs"] for run in runs),
+        "counts": {mode: dict(outcomes) for mode, outcomes in counts.items()},
+        "given up": [text for run in runs for text in run["given up"]],
+        "wrong": [text for run in runs for text in run["wrong"]],
+        "abouts": runs,
+    }
 
 
 def big(found: Mapping[str, Any]) -> str:
@@ -220,6 +291,7 @@ def big(found: Mapping[str, Any]) -> str:
         differences=len(found["differences"]) or "none",
         date=found["date"],
         seconds=found["seconds in all"],
+        commit=told([found["machine"]]),
         **{k: found["machine"][k] for k in ("torch", "python", "device", "threads")},
     )
 
@@ -239,6 +311,7 @@ def gpu(found: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> st
         growth=", ".join(f"{value:+g} {name}" for name, value in growth.items()) or "not known",
         problems=f"**What went wrong: {problems}.**" if problems else "All trainings came to their end.",
         date=found["date"],
+        commit=told([found["machine"]]),
         gradients="" if beside is None else gradients(beside),
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
@@ -301,5 +374,6 @@ def gradients(found: Mapping[str, Any]) -> str:
         **mean,
         **{f"{system}_error": each for system, each in error.items()},
         about=found.get("date") or found["about"],
+        commit=told([found["machine"]]),
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )

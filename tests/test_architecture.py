@@ -239,11 +239,45 @@ def check_environment(path: str, source: str) -> list[str]:
 
 
 def check_unpickling(path: str, source: str) -> list[str]:
-    """What is unpickled runs as code. Processes of one's own may talk so (hazards/); files and groups may not."""
+    """What is unpickled runs as code. Processes of one's own may talk so (hazards/); files and groups may not.
+    Inductor's cache is pickles: one function looks there, and asks first whose the folder is."""
     names = [*imports(path, source)]
     for package in ("torch", "pickle", "numpy", "marshal", "shelve"):
         names += _attributes(source, package)
-    return [f"{path}:{line} {name} unpickles" for line, name in sorted(set(names)) if _unpickles(name)]
+    found = [f"{path}:{line} {name} unpickles" for line, name in sorted(set(names)) if _unpickles(name)]
+    if path != INDUCTORS_CACHE:
+        return found + [f"{path}:{line} {name} unpickles" for line, name in sorted(set(_pickles_of_inductor(source)))]
+    asking = [each for each in nodes(source) if isinstance(each, ast.FunctionDef)]
+    for function in asking:
+        called = {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        used = [n for n in ast.walk(function) if isinstance(n, ast.Attribute) and n.attr in PICKLES_OF_INDUCTOR]
+        if used and "check_folder_" not in called:
+            found.append(f"{path}:{used[0].lineno} {function.name} unpickles without check_folder_")
+    return found
+
+
+INDUCTORS_CACHE = "compiler/run/kernel_file.py"
+PICKLES_OF_INDUCTOR = (
+    "FxGraphCache",
+    "AOTAutogradCache",
+    "GuardedCache",
+    "iterate_over_candidates",
+    "find_guarded_entry",
+    "_lookup_graph",
+)
+
+
+def _pickles_of_inductor(source: str) -> Iterator[tuple[int, str]]:
+    """In whatever way they are named: as an import, a name, an attribute or a string."""
+    for node in nodes(source):
+        if isinstance(node, ast.alias | ast.FunctionDef | ast.ClassDef):
+            said: object = node.name.split(".")[-1]
+        elif isinstance(node, ast.Name | ast.Attribute):
+            said = node.id if isinstance(node, ast.Name) else node.attr
+        else:
+            said = node.value if isinstance(node, ast.Constant) else None
+        if said in PICKLES_OF_INDUCTOR:
+            yield getattr(node, "lineno", 0), str(said)
 
 
 def _unpickles(name: str) -> bool:
@@ -402,6 +436,20 @@ def test_file_keeps_every_rule(path: str) -> None:
             "all_gather_object unpickles",
         ),
         (check_unpickling, "cli.py", "import shelve", "shelve unpickles"),
+        (
+            check_unpickling,
+            "compiler/run/symbolic.py",
+            "from torch._inductor.codecache import FxGraphCache as f",
+            "symbolic.py:1 FxGraphCache unpickles",
+        ),
+        (check_unpickling, "compiler/run/x.py", "import torch\ncache.FxGraphCache", "x.py:2 FxGraphCache unpickles"),
+        (check_unpickling, "compiler/run/x.py", "getattr(a, 'find_guarded_entry')", "find_guarded_entry unpickles"),
+        (
+            check_unpickling,
+            "compiler/run/kernel_file.py",
+            "def is_kept(key):\n    return next(cache.iterate_over_candidates(True, None, key))",
+            "kernel_file.py:2 is_kept unpickles without check_folder_",
+        ),
     ],
 )
 def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, violation: str) -> None:
@@ -444,6 +492,11 @@ def test_rule_catches_a_planted_violation(rule: Rule, path: str, source: str, vi
         (check_private_attributes, "compiler/passes/x.py", "self._op\nop._mine"),
         (check_private_names, "compiler/run/x.py", "from takeback.compiler.run.arena import _y"),
         (check_class_names, "compiler/program.py", "class Region: ..."),
+        (
+            check_unpickling,
+            "compiler/run/kernel_file.py",
+            "def f(key):\n    check_folder_()\n    return FxGraphCache.iterate_over_candidates(True, None, key)",
+        ),
         (check_environment, "options.py", "import os\nos.environ['A']"),
         (check_environment, "compiler/run/x.py", "import os\nos.path.join('environ')\nself.environ"),
     ],

@@ -108,6 +108,18 @@ def test_entry_of_somebody_else_in_a_folder_of_ours_is_ignored(cache: Cache, mon
     assert cache.read("rates", "k") == b"content"
 
 
+def test_folder_that_is_a_link_is_used_where_what_it_leads_to_is_the_users_alone(cache: Cache, tmp_path: Path) -> None:
+    """A `~/.cache` on another disk."""
+    (tmp_path / "disk").mkdir(mode=0o700)
+    cache.folder.symlink_to(tmp_path / "disk")
+    assert cache.write("rates", "k", b"content")
+    assert cache.read("rates", "k") == b"content"
+    (tmp_path / "disk").chmod(0o770)
+    with pytest.warns(RuntimeWarning, match="others can write it"):
+        assert cache.read("rates", "k") is None
+    assert not cache.write("rates", "k", b"other")
+
+
 def test_entry_that_others_can_write_or_that_is_a_link_is_ignored_and_rewritten(cache: Cache, tmp_path: Path) -> None:
     assert cache.write("rates", "k", b"content")
     path = only_file(cache)

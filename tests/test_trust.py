@@ -52,18 +52,56 @@ def test_no_model_was_wrong_and_few_were_refused(file: str) -> None:
     trained = sum(n for outcome, n in counts.items() if outcome != "skipped")
     assert counts["differs"] == counts["foreign exception"] == 0
     assert trained >= 120
-    assert counts["refused"] <= 0.05 * trained
+    assert counts["refused"] + counts.get("as advised", 0) <= 0.05 * trained
 
 
-def test_no_random_program_was_wrong() -> None:
+def test_no_random_program_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import trust_samples
+
     for name in ("fuzz", "fuzz-traced"):
-        found = json.loads((RESULTS / f"{name}.json").read_text())
+        file = json.loads((RESULTS / f"{name}.json").read_text())
+        found = trust_samples.added_up(file)
         assert found["wrong"] == []
         assert found["programs"] > 500
-        further = {mode: counts["further off"] for mode, counts in found["counts"].items() if "further off" in counts}
-        assert further.keys() <= {"fast"}
-        assert sum(further.values()) < 1e-3 * found["programs"]
-        assert not further or "further off" in found["note"]
+        if "runs" in file:
+            wanted = {"equal", "near", "refused"} | ({"given up"} if name == "fuzz-traced" else set())
+            assert all(counts.keys() <= wanted for counts in found["counts"].values())
+            assert all(run["commit"] for run in file["runs"])
+        else:  # until run_fuzz.py has written it anew: one program was counted by hand
+            assert found["counts"]["fast"].get("further off", 0) <= 1
+
+
+def test_page_adds_up_the_runs_of_random_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RESULTS.parent))
+    import trust_samples
+
+    run = {
+        "date": "2026-01-02",
+        "commit": "0123456789abcdef",
+        "torch": "9.9",
+        "python": "3.99",
+        "minutes": 30.25,
+        "seed": 7,
+        "traced": False,
+        "instructions": 76,
+        "programs": 1200,
+        "counts": {"exact": {"equal": 1190, "refused": 10}, "fast": {"equal": 600, "near": 590, "refused": 10}},
+        "reasons": {},
+        "given up": [],
+        "wrong": [],
+    }
+    later = run | {"seed": 9, "date": "2026-01-03", "commit": "fedcba9876543210 with changes"}
+    later |= {"counts": {"exact": {"equal": 1199, "wrong": 1}, "fast": {"near": 1199, "wrong": 1}}}
+    traced = run | {"counts": {"fast": {"near": 5, "given up": 1}}, "programs": 6, "given up": ["a kernel"]}
+    page = " ".join(trust_samples.fuzz({"runs": [run, later]}, {"runs": [traced]}).split())
+    assert "| exact | 2,400 | 2,389 | 0 | 10 | 1 |" in page
+    assert "| fast | 2,400 | 600 | 1,789 | 10 | 1 |" in page
+    assert "seeds from 7 and 9 on, 2026-01-02 to 2026-01-03, torch 9.9, Python 3.99, 60.5 minutes, commit" in page
+    assert "commit 0123456789 and fedcba9876 with changes." in page
+    assert "no further from the same training in float64 than twice what eager's is" in page
+    assert "further off" not in page
+    assert "Of these kernels 1 was further from double precision than it may be (seeds from 7 on, 2026-01-02" in page
 
 
 def test_training_in_mode_fast_neither_drifted_nor_grew() -> None:

@@ -33,7 +33,7 @@ from takeback.compiler.explain.passes import passes_text
 from takeback.compiler.explain.report import Report
 from takeback.compiler.explain.text import show_bytes
 from takeback.compiler.run.gpu_table import MEASURED_ON, gpu_named
-from takeback.errors import OptionError, OverwriteError, TakebackError
+from takeback.errors import OptionError, OverwriteError, TakebackError, printable
 from takeback.guard import Guard
 from takeback.options import Options, parse_bytes
 from takeback.predict import frontier as find_frontier
@@ -563,5 +563,5 @@ class _CleanErrors:
 
 
 def _fail(message: str, *, code: int) -> NoReturn:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(message, style="red"))
+    Console(stderr=True, highlight=False, soft_wrap=True).print(Text(printable(message, keep="\n\t"), style="red"))
     raise typer.Exit(code)

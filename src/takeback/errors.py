@@ -91,3 +91,9 @@ class MemoryTargetError(OptionError):
         )
         self.target_bytes = target_bytes
         self.lowest_bytes = lowest_bytes
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """For a terminal: names of modules, parameters and files may hold anything, and are to move no cursor. `keep`: what
+    else may stand, such as the end of a line."""
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)

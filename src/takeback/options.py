@@ -181,6 +181,11 @@ def inductor_folder() -> str | None:
     return os.environ.get("TORCHINDUCTOR_CACHE_DIR")
 
 
+def triton_folder() -> str | None:
+    """Where Triton keeps its kernels: $TRITON_CACHE_DIR, which Inductor sets, too, to a folder in its own."""
+    return os.environ.get("TRITON_CACHE_DIR")
+
+
 def set_inductor_folder_(folder: Path) -> None:
     """For this process and those that it starts to compile kernels."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
 import takeback as tb
+from takeback import cli
 from takeback.compiler.explain.report import Report
+from takeback.errors import CaptureError
+from takeback.hazards.report import Findings
+from takeback.hazards.trial import OpUnderTest, Outcome, Verdict
 
 EVIL = "<img src=x onerror=alert(1)>\"'&lt;</title></script><script>alert(2)</script>"
 FILE = "/tmp/<svg onload=alert(3)>\x1b[31m[bold red]/model.py"
@@ -81,6 +86,26 @@ def test_text_moves_no_cursor_and_has_no_markup(report: Report) -> None:
     text = str(report)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
     assert "model.py" in text
+
+
+ESCAPE = "ev\x1b[2Jil\x07"
+
+
+def test_findings_of_hazards_move_no_cursor() -> None:
+    subject = OpUnderTest(f"an op {ESCAPE}", nn.Identity, nn.Identity)
+    wrong = Outcome(Verdict.RAISED, f"ValueError: {ESCAPE} is\nno operand")
+    text = str(Findings(subject, "cpu", {f"hazard {ESCAPE}": wrong}, {f"hazard {ESCAPE}": wrong}))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", text)
+    assert text.count("ev?[2Jil?") == 3, "the name of the op, of the hazard, and what it said"
+
+
+def test_errors_of_the_command_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit), cli._CleanErrors():
+        raise CaptureError(f"the step writes {ESCAPE}\n  at model.py:3")
+    said = capsys.readouterr().err
+    assert "CaptureError: the step writes ev?[2Jil?\n  at model.py:3" in said
+    assert "\x1b[2J" not in said
+    assert "\x07" not in said
 
 
 def test_data_is_json_that_reads_back(report: Report) -> None:

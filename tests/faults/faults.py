@@ -390,8 +390,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "executor: Inductor loads what others could have written",
         "compiler/run/inductor_folder.py",
-        "    if fault is not None:\n        raise PermissionError(",
-        "    if False:\n        raise PermissionError(",
+        '    if fault is not None:\n        raise _refused(folder, fault, "TORCH',
+        '    if False:\n        raise _refused(folder, fault, "TORCH',
         (
             "tests/run/test_inductor_folder.py"
             "::test_folder_of_the_users_that_others_can_write_is_not_used_and_says_so[everybody]",
@@ -1482,5 +1482,19 @@ FAULTS: tuple[PlantedFault, ...] = (
         "return replace(region, buffer=entering[region], offset=first)",
         "return replace(region, buffer=entering[region], offset=0)",
         ("tests/passes/test_fuse.py::test_key_knows_numbers_and_how_well_operands_are_aligned",),
+    ),
+    PlantedFault(
+        "cache: kernels of an earlier process are looked up without asking whose the folder is",
+        "compiler/run/kernel_file.py",
+        "    try:\n        check_folder_()\n",
+        "    try:\n",
+        ("tests/run/test_inductor_folder.py::test_pickle_that_somebody_else_could_have_planted_is_never_loaded",),
+    ),
+    PlantedFault(
+        "cache: whatever a kept pickle holds is taken for a graph",
+        "compiler/run/kernel_file.py",
+        "if isinstance(graph, OutputCode) and _holds(graph, base):",
+        "if _holds(graph, base):",
+        ("tests/run/test_inductor_folder.py::test_sound_pickle_of_something_else_counts_as_absent",),
     ),
 )

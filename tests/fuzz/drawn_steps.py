@@ -280,9 +280,9 @@ _rows = st.sampled_from((6, 3, 7, 1, 0))
 
 
 @st.composite
-def recipes(draw: st.DrawFn, most: int = 14) -> Recipe:
-    """Steps in one shape or two, of which the first comes back."""
-    instructions = tuple(draw(st.lists(_instruction, min_size=1, max_size=most)))
+def recipes(draw: st.DrawFn, most: int = 14, least: int = 1) -> Recipe:
+    """Steps in one shape or two, of which the first comes back. So many instructions."""
+    instructions = tuple(draw(st.lists(_instruction, min_size=least, max_size=most)))
     loop = draw(st.sampled_from(("plain", "plain", "accumulate", "pending")))
     rows = st.sampled_from((6, 8, 2)) if loop == "accumulate" else _rows
     first, second = draw(rows), draw(rows)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from break_flights import flights_of
 from plans_to_break import Subject
 
 from takeback.compiler.run import allocator_executor
@@ -84,11 +85,50 @@ def drop_late(subject: Subject, draw: Random) -> CodeMutant | None:
     return CodeMutant(lines, f"{name} is dropped after op {later} instead of {position}, or never")
 
 
+def drop_in_flight(subject: Subject, draw: Random) -> CodeMutant | None:
+    """A block goes back to the allocator, by all of its names, after its bucket was handed over and before the group is
+    waited for: the next op that asks for as much gets it while it is on its way."""
+    found = flights_of(subject)
+    if found is None or not subject.is_streamed:
+        return None
+    sends, wait = found
+    lines = list(code_of(subject).lines)
+    send = draw.choice(sends)
+    handed = [text for p, text in lines if p == send and text.startswith("reduce(")]
+    slices = re.findall(r"\bv\d+\b", " ".join(handed))
+    if not slices:
+        return None
+    names = _names_of_the_bytes(draw.choice(slices), [text for p, text in lines if p <= send])
+    for name in names:
+        for k in reversed([k for k, (p, t) in enumerate(lines) if p >= send and _DROP.fullmatch(t)]):
+            if re.search(rf"\b{name}\b", lines[k][1]):
+                lines = _without(lines, k, name)
+    position = draw.randrange(send, wait)
+    at = max(k for k, (p, _) in enumerate(lines) if p <= position)
+    if any(text.startswith("return") for _, text in lines[: at + 1]):
+        return None  # it would be in another function
+    lines.insert(at + 1, (lines[at][0], " = ".join([*names, "None"])))
+    return CodeMutant(
+        lines, f"{', '.join(names)} of the bucket of op {send} dropped after op {position}, before {wait}"
+    )
+
+
+def _names_of_the_bytes(name: str, texts: list[str]) -> list[str]:
+    """Every name that stands for the same bytes, in code that says so by calls of as_strided, over and fit."""
+    found = [name]
+    looks = [re.match(r"(v\d+) = (?:as_strided|over|fit)\((v\d+)\b", text) for text in texts]
+    pairs = [look.groups() for look in looks if look is not None]
+    for one in found:
+        for pair in (pair for pair in pairs if one in pair):
+            found += [other for other in pair if other not in found]
+    return found
+
+
 def call_otherwise(subject: Subject, draw: Random) -> CodeMutant | None:
     """A call has two operands in each other's place, one of another op's, its results in another order, another
     kernel, or another number."""
-    if not subject.is_streamed:
-        return None
+    if not subject.is_streamed or flights_of(subject) is not None:
+        return None  # with a group it cannot run in a process of its own
     code = code_of(subject)
     lines = list(code.lines)
     calls = [k for k, (_, text) in enumerate(lines) if re.search(r"\b[fc]\d+\(", text)]
@@ -190,7 +230,11 @@ def harm_of_code(subject: Subject, mutant: CodeMutant) -> str | None:
     if "alive" not in kept:
         wrong, kept["alive"] = _run(subject, code_of(subject))
         assert wrong is None, wrong
-    found = _forked(lambda: _run(subject, _rewritten(code_of(subject), mutant.lines)))
+    code = _rewritten(code_of(subject), mutant.lines)
+    if flights_of(subject) is not None:  # a fork has no threads that talk to the group; only names are dropped here
+        found: tuple[str | None, dict[int, int]] | str = _run(subject, code)
+    else:
+        found = _forked(lambda: _run(subject, code))
     if isinstance(found, str):
         return found
     wrong, alive = found
@@ -228,7 +272,10 @@ def _run(subject: Subject, code: AllocatorCode) -> tuple[str | None, dict[int, i
         before = sys.gettrace()
         sys.settrace(watch.enter)
         try:
-            wrong = subject.run_by(lambda: AllocatorExecutor(subject.layout, poison=True, kernels=maker.kernels))
+            reducer = maker.group.reducer if maker.group is not None else None
+            wrong = subject.run_by(
+                lambda: AllocatorExecutor(subject.layout, poison=True, reducer=reducer, kernels=maker.kernels)
+            )
         finally:
             sys.settrace(before)
     return wrong, watch.alive

@@ -88,11 +88,7 @@ def rejection_of_file(subject: Subject, mutant: FileMutant) -> str | None:
 def harm_of_file(subject: Subject, mutant: FileMutant, harm_of: Callable[[Layout], str | None]) -> str | None:
     """What would be wrong if nobody looked at digests or offsets."""
 
-    class Trusting:
-        def read(self, kind: str, key: str) -> bytes:
-            return mutant.content
-
-    earlier: Earlier | None = plan_file.read(Trusting(), _KEY)
+    earlier = _believed(mutant)
     if earlier is None or earlier.solution is None:
         return None  # nobody can make a plan of it
     with mock.patch.object(layout_module, "validate"):
@@ -100,3 +96,19 @@ def harm_of_file(subject: Subject, mutant: FileMutant, harm_of: Callable[[Layout
             return harm_of(propose(subject.layout.draft, known=earlier.solution))
         except (KeyError, ValueError) as error:
             return f"no plan: {type(error).__name__}: {error}"
+
+
+def made_of_file(subject: Subject, mutant: FileMutant) -> Layout:
+    """What is run where the file was accepted: by its offsets, or by others, where it has none that are used."""
+    earlier = _believed(mutant)
+    return propose(subject.layout.draft, known=None if earlier is None else earlier.solution)
+
+
+def _believed(mutant: FileMutant) -> Earlier | None:
+    """What the file says, without its digest."""
+
+    class Trusting:
+        def read(self, kind: str, key: str) -> bytes:
+            return mutant.content
+
+    return plan_file.read(Trusting(), _KEY)

@@ -13,13 +13,28 @@ from plans_to_break import Subject
 from takeback.compiler.program import Op, Phase, Special
 
 
-def in_flight(subject: Subject, draw: Random) -> Mutant | None:
+def reuse_in_flight(subject: Subject, draw: Random) -> Mutant | None:
+    """A block on its way is given to something else: of an arena, where one says what gets which bytes."""
+    found = flights_of(subject)
+    if found is None or subject.is_streamed:
+        return None
+    sends, wait = found
+    return _reuse(subject, draw, draw.choice(sends), wait)
+
+
+def flights_of(subject: Subject) -> tuple[list[int], int] | None:
+    """The ops that send a bucket, and the one that waits for all of them."""
     ops = subject.layout.program.ops
     sends = [i for i, op in enumerate(ops) if op.target is Special.REDUCE]
-    if not sends:
+    return (sends, next(i for i, op in enumerate(ops) if op.target is Special.WAIT)) if sends else None
+
+
+def in_flight(subject: Subject, draw: Random) -> Mutant | None:
+    found = flights_of(subject)
+    if found is None or subject.is_streamed:
         return None
-    [wait] = [i for i, op in enumerate(ops) if op.target is Special.WAIT]
-    kind = draw.choice((_reuse, _reuse, _reuse, _leave_early, _arrive_late, _forget, _read))
+    sends, wait = found
+    kind = draw.choice((_leave_early, _arrive_late, _forget, _read))
     return kind(subject, draw, draw.choice(sends), wait)
 
 

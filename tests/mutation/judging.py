@@ -12,9 +12,17 @@ from random import Random
 
 import byte_tags
 from break_clusters import draw_in_cluster, hand_over, overwrite_in_cluster
-from break_code import CodeMutant, call_otherwise, drop_early, drop_late, harm_of_code, rejection_of_code
-from break_files import FileMutant, change_byte, harm_of_file, rejection_of_file
-from break_flights import in_flight
+from break_code import (
+    CodeMutant,
+    call_otherwise,
+    drop_early,
+    drop_in_flight,
+    drop_late,
+    harm_of_code,
+    rejection_of_code,
+)
+from break_files import FileMutant, change_byte, harm_of_file, made_of_file, rejection_of_file
+from break_flights import in_flight, reuse_in_flight
 from break_lifetimes import shorten, swap
 from break_offsets import alias, shift
 from break_overwrites import overwrite_wrong
@@ -46,13 +54,15 @@ KINDS: Mapping[str, Mutator] = {
     "early reuse of a packed slice": reuse_slice,
     "rebuilt random op": rebuild_wrong,
     "overwritten while it is read": overwrite_wrong,
-    "reused while in flight": in_flight,
+    "reused while in flight": reuse_in_flight,
+    "bucket sent, awaited or used at another time": in_flight,
     "cluster reads what it overwrites": overwrite_in_cluster,
     "random op again in a cluster": draw_in_cluster,
     "operands or kernel of another cluster": hand_over,
     "changed byte in a plan file": change_byte,
     "code: dropped too early": drop_early,
     "code: dropped too late": drop_late,
+    "code: dropped while in flight": drop_in_flight,
     "code: another operand, result or kernel": call_otherwise,
 }
 RUN_ALWAYS = frozenset(("overwritten while it is read",))
@@ -84,7 +94,10 @@ def judged(kind: str, subject: Subject, mutant: AnyMutant) -> Verdict:
         return Verdict(rejection_of_code(subject, mutant), harm_of_code(subject, mutant), was_run=True)
     if isinstance(mutant, FileMutant):
         harm = harm_of_file(subject, mutant, lambda layout: _harm(subject, layout))
-        return Verdict(rejection_of_file(subject, mutant), harm, was_run=False)
+        rejected = rejection_of_file(subject, mutant)
+        if rejected is None and harm is None:
+            harm = subject.run(made_of_file(subject, mutant))
+        return Verdict(rejected, harm, was_run=rejected is None)
     rejected = rejection(subject, mutant.layout)
     harm = _harm(subject, mutant.layout)
     was_run = rejected is None or (kind in RUN_ALWAYS and harm is None)

@@ -252,6 +252,21 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe("fast, zoo dit", *_zoo("dit", 1), None, {"mode": "fast", "memory": "min"}),
     Recipe("streamed, tied", _own(Tied, entropy, adamw), _rows(8, 12, 5), None, {"streamed": True}, quick=True),
     Recipe(
+        "streamed, grouped",
+        _own(Dropped, square, adamw),
+        _rows(12, 16, 3),
+        None,
+        {"streamed": True, "group": True},
+        quick=True,
+    ),
+    Recipe(
+        "streamed, grouped, gpt",
+        _small_gpt,
+        _tokens(2, 8),
+        None,
+        {"streamed": True, "group": True, "keep_grads": False},
+    ),
+    Recipe(
         "streamed, dropped, min",
         _own(Dropped, square, momentum),
         _rows(12, 16, 3),
@@ -323,7 +338,7 @@ class Subject:
         maker = self.step._maker
         reducer = maker.group.reducer if maker.group is not None else None
         if self.is_streamed:
-            return self.run_by(lambda: AllocatorExecutor(layout, poison=True, kernels=maker.kernels))
+            return self.run_by(lambda: AllocatorExecutor(layout, poison=True, reducer=reducer, kernels=maker.kernels))
         return self.run_by(
             lambda: ArenaExecutor(
                 layout, maker.arena, maker.native, poison=True, reducer=reducer, kernels=maker.kernels

@@ -32,6 +32,9 @@ from rich.progress import Progress
 from takeback.compiler.passes import pipeline
 from takeback.compiler.program import Cluster
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from revision import COMMIT
+
 WANTED_HARMFUL = 200
 MOST = 6  #: times as many as asked for are injected, for the sake of 200 harmful ones
 FEW = 2  #: of each kind, in a large plan
@@ -109,6 +112,7 @@ def about(subjects: Sequence[Subject]) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hardware": f"{_cpu()}, {os.cpu_count()} cores",
+        "commit": COMMIT,
         "passes": acting(subjects),
         "plans": [
             {

@@ -102,7 +102,7 @@ def test_what_is_not_right_is_compiled_anew(fault: str, tmp_path: Path, monkeypa
     if fault == "no pickle":
         (folder / "entry").write_bytes(b"torn")
     if fault == "it does not load":
-        failing = mock.Mock(_triton_bundle=None, guards_expr=None)
+        failing = mock.Mock(spec=CompiledFxGraph, _triton_bundle=None, guards_expr=None)
         failing.after_deserialization.side_effect = RuntimeError("no such symbol")
         candidates = mock.Mock(return_value=iter([(failing, b"", True)]))
         monkeypatch.setattr(codecache.FxGraphCache, "iterate_over_candidates", candidates)

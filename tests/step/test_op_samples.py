@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pairwise import quick_ones
 from takeback.compiler.run import kernels
@@ -51,6 +54,7 @@ def test_samples_of_operators_are_near_eager(monkeypatch: pytest.MonkeyPatch, so
     assert len(rows) == len(SOME[some])
     assert [row for row in rows if row.outcome not in ("equal", "near")] == []
     assert sum(row.outcome == "equal" for row in rows) > len(rows) // 2
+    assert all(row.replays >= 2 for row in rows)
 
 
 @pytest.mark.usefixtures("one_thread", "short_search")
@@ -65,6 +69,7 @@ def test_samples_of_operators_are_equal_to_eager(monkeypatch: pytest.MonkeyPatch
     rows = [op_samples.outcome(subject, how) for name in names for subject in op_samples.subjects_of_op(known[name], 1)]
     assert len(rows) == len(names)
     assert [row for row in rows if row.outcome != "equal"] == []
+    assert all(row.replays >= 2 for row in rows)
 
 
 MODULES = {
@@ -85,6 +90,7 @@ def test_samples_of_modules_are_equal_to_eager(monkeypatch: pytest.MonkeyPatch, 
     rows = [op_samples.outcome(subject, how) for subject in subjects]
     assert len(rows) >= len(infos) >= 3
     assert [row for row in rows if row.outcome != "equal"] == []
+    assert all(row.replays >= 2 for row in rows)
 
 
 @pytest.mark.usefixtures("one_thread", "short_search")
@@ -99,3 +105,49 @@ def test_samples_of_modules_are_near_eager_in_mode_fast(monkeypatch: pytest.Monk
     rows = [op_samples.outcome(subject, how) for info in infos for subject in op_samples.subjects_of_module(info, 1)]
     assert len(rows) >= len(infos) == len(names)
     assert [row for row in rows if row.outcome not in ("equal", "near")] == []
+    assert all(row.replays >= 2 for row in rows)
+
+
+def test_samples_vary_in_whole_numbers_and_every_floating_point_operand_has_a_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples = importlib.import_module("op_samples")
+    known = {op.name: op for op in op_samples.differentiable()}
+
+    def subject(name: str, number: int = 0) -> Any:
+        return list(op_samples.subjects_of_op(known[name], number + 1))[number]
+
+    gather = next(s for s in op_samples.subjects_of_op(known["gather"], 3) if s.turned)
+    [(place, _)] = gather.turned.items()
+    values = [gather.batch(i)[place] for i in range(4)]
+    assert not torch.equal(values[0], values[1])
+    assert all(torch.equal(values[0].flatten().sort().values, other.flatten().sort().values) for other in values)
+    assert len(subject("mm").build().weights) == 2
+    assert len(subject("nn.functional.layer_norm").build().weights) == 3
+    norm = subject("nn.functional.batch_norm")
+    floats = sum(t.is_floating_point() for t in norm.tensors)
+    assert 1 <= len(norm.build().weights) < floats, "running statistics take no gradient"
+
+
+@pytest.mark.usefixtures("one_thread", "short_search")
+@pytest.mark.filterwarnings("ignore")
+def test_index_that_is_frozen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the samples are for: a replay that takes the recorded values of an index."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    op_samples, sample_steps = map(importlib.import_module, ("op_samples", "sample_steps"))
+    known = {op.name: op for op in op_samples.differentiable()}
+    gather = next(s for s in op_samples.subjects_of_op(known["gather"], 3) if s.turned)
+    how = op_samples.How("exact", "auto")
+    assert op_samples.outcome(gather, how).outcome == "equal"
+    real = sample_steps.compiled
+
+    def frozen(subject: Any, how: Any) -> Any:
+        return real(dataclasses.replace(subject, turned={}), how)
+
+    monkeypatch.setattr(sample_steps, "compiled", frozen)
+    assert op_samples.outcome(gather, how).outcome == "wrong"
+    monkeypatch.setattr(sample_steps, "compiled", real)
+    monkeypatch.setattr(sample_steps, "LEAST_REPLAYS", 9)
+    row = op_samples.outcome(gather, how)
+    assert (row.outcome, row.reason) == ("refused", sample_steps.FEW_REPLAYS)

@@ -143,9 +143,13 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-@pytest.mark.parametrize("bad", [None, 20])
+@pytest.mark.parametrize(
+    ("start", "bad"),
+    [
+        ("fork", 20),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fork", None), ("spawn", None), ("spawn", 20))),
+    ],
+)
 def test_batches_of_workers_are_trained_as_in_eager_and_what_they_raise_goes_through(
     start: str, bad: int | None
 ) -> None:

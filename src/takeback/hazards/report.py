@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from takeback.errors import printable
 from takeback.guard import guard
 from takeback.hazards.judging import Hazard, HazardKind, judge
 from takeback.hazards.trial import OpUnderTest, Outcome, Verdict
@@ -32,7 +33,7 @@ class Findings:
         return any(each.verdict is Verdict.WRONG or each.missed for each in self.outcomes.values())
 
     def __str__(self) -> str:
-        lines = [f"{self.subject.name} on {self.device}: {len(self.outcomes)} hazards"]
+        lines = [f"{printable(self.subject.name)} on {self.device}: {len(self.outcomes)} hazards"]
         for verdict in (Verdict.WRONG, Verdict.RAISED):
             for name, outcome in self.outcomes.items():
                 if outcome.verdict is verdict:
@@ -98,4 +99,5 @@ def listed(kinds: Iterable[HazardKind], chosen: Iterable[Hazard]) -> str:
 
 
 def _wrapped(text: str, start: str) -> list[str]:
+    text = printable(" ".join(text.split()))
     return textwrap.wrap(text, WIDTH, initial_indent=start, subsequent_indent=_INDENT, break_on_hyphens=False)

@@ -15,6 +15,7 @@ from takeback.compiler.explain.ledger import Entry, Fate
 from takeback.compiler.explain.report import Report
 from takeback.compiler.ownership.facts import Refused
 from takeback.compiler.passes.draft import Refusal
+from takeback.errors import printable
 
 WIDTH = 80
 LARGEST = 8
@@ -108,7 +109,7 @@ def short_line(line: str) -> str:
 
 def clean(text: str) -> str:
     """One printable line: a name or a path may hold anything."""
-    return "".join(c if c.isprintable() else "?" for c in str(text))
+    return printable(str(text))
 
 
 def headline(report: Report) -> list[tuple[str, str, str, str]]:

@@ -2,8 +2,9 @@
 that nobody else can write.
 
 torch loads what lies there without a digest, and without asking whose it is. So the folder is looked at before anything
-is compiled. One that somebody else has put in the place of the usual one is left alone, and one in takeback's cache is
-used; one that the user has named is the user's to mend, and until then eager's kernels run.
+is compiled or looked up. One that somebody else has put in the place of the usual one is left alone, and one in
+takeback's cache is used; one that the user has named is the user's to mend, and until then eager's kernels run.
+Triton's own folder, where the user has named one, is looked at likewise: Inductor's kernels for a GPU are kept there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from takeback.cache import make_private, why_not_private
-from takeback.options import cache_dir, inductor_folder, set_inductor_folder_
+from takeback.options import cache_dir, inductor_folder, set_inductor_folder_, triton_folder
 
 
 def check_folder_() -> None:
@@ -25,12 +26,21 @@ def check_folder_() -> None:
         folder = cache_dir().absolute() / "inductor"
         fault = _fault(folder)
     if fault is not None:
-        raise PermissionError(
-            f"Inductor would keep and load code in {folder}: {fault}. Make it a folder that you own and only you can "
-            f"write, or set TORCHINDUCTOR_CACHE_DIR to such a one"
-        )
+        raise _refused(folder, fault, "TORCHINDUCTOR_CACHE_DIR")
+    named = triton_folder()
+    if named is not None and not Path(named).absolute().is_relative_to(folder):  # Inductor names one in its own itself
+        fault = _fault(Path(named).absolute())
+        if fault is not None:
+            raise _refused(Path(named).absolute(), fault, "TRITON_CACHE_DIR")
     if asked is None or Path(asked).absolute() != folder:
         set_inductor_folder_(folder)
+
+
+def _refused(folder: Path, fault: str, variable: str) -> PermissionError:
+    return PermissionError(
+        f"Inductor would keep and load code in {folder}: {fault}. Make it a folder that you own and only you can "
+        f"write, or set {variable} to such a one"
+    )
 
 
 def _fault(folder: Path) -> str | None:

@@ -15,6 +15,7 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import platform
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from takeback.compiler.run.inductor_folder import check_folder_
+
+_LOG = logging.getLogger(__name__)
 
 _AN_ADDRESS = " at 0x"  #: in the text of an argument: another process has another one
 
@@ -81,10 +86,27 @@ def is_kept(key: str | None, base: int) -> bool:
 
 
 def _kept(key: str, base: int | None) -> Any | None:
+    """The one place where pickles are loaded: from a folder that only the user can write. What is no graph, or cannot
+    be read, is as good as absent."""
     from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import OutputCode
 
-    graphs = (graph for graph, *_ in FxGraphCache.iterate_over_candidates(True, None, key))
-    return next((graph for graph in graphs if base is None or hold(graph.guards_expr, base)), None)
+    try:
+        check_folder_()
+        for graph, *_ in FxGraphCache.iterate_over_candidates(True, None, key):
+            if isinstance(graph, OutputCode) and _holds(graph, base):
+                return graph
+    except Exception as error:  # whatever it is, the kernel is compiled anew, and where it cannot be, that is told
+        _LOG.debug("nothing is taken from Inductor's cache: %s", error)
+    return None
+
+
+def _holds(graph: Any, base: int | None) -> bool:
+    try:
+        return base is None or hold(graph.guards_expr, base)
+    except Exception as error:  # of another version of torch, or spoilt
+        _LOG.debug("a kept graph cannot be read: %s", error)
+        return False
 
 
 def found(key: str, base: int | None = None) -> Generated | None:
@@ -125,6 +147,7 @@ def keep_(key: str, made: Generated, wait: Callable[[], None]) -> None:
         TritonBundler.end_compile()
     mode = made.mode or FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)  # guards are asked of its symbols
     with contextlib.suppress(Exception), tracing(TracingContext(mode)):  # to keep nothing is no error
+        check_folder_()
         kept = copy.copy(made.call)
         kept.set_triton_bundle(bundle)
         kept.source_code = less_imports(kept.source_code)
