@@ -484,7 +484,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: .numpy() leaves the step unseen",
         "compiler/capture/leaks.py",
-        '    _refuse_leaving("Tensor.numpy()")\n',
+        '    _refuse_leaving("Tensor.numpy()", self)\n',
         "",
         ("tests/step/test_guards.py::test_data_that_leaves_torch_is_held_or_refused[numpy]",),
     ),

@@ -1356,8 +1356,10 @@ def test_module_compiles_with_inductor() -> None:
 
 
 def operators() -> set[str]:
+    """Those of takeback.nn: the compiler's own are made by a recording, and seen by nobody else."""
     names = torch._C._dispatch_get_all_op_names()
-    return {name.removeprefix("takeback::") for name in names if name.startswith("takeback::")}
+    found = {name.removeprefix("takeback::") for name in names if name.startswith("takeback::")}
+    return found - {"drawn", "sum_of_indexed"}
 
 
 def operator_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -87,10 +87,21 @@ def length_alone(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def written(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The shape is met in the backward alone."""
-    out = model[0](x).clone()
-    out[y != 0] = model[0].bias
+    """The shape is met in the backward alone, and by code of the user's."""
+    out = _Written.apply(model[0](x), model[0].bias, y != 0)
     return F.cross_entropy(model[1:](out), y)
+
+
+class _Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return torch.where(mask.unsqueeze(-1), row, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return grad.masked_fill(mask.unsqueeze(-1), 0), grad[mask].sum(0), None
 
 
 LOSSES = (masked_rows, selected, nonzero, of_floats, where, unique, unique_consecutive, repeated, counted, length_alone)
@@ -168,6 +179,21 @@ def test_shape_that_is_met_in_the_backward_alone_is_met_before_an_early_update()
     late = replace(program, ops=(*program.ops, program.ops[meets[-1]]))  # sabotage: nothing can be sent back by then
     with pytest.raises(FormError, match="after the update has begun"):
         check_form(late)
+
+
+def written_by_torch(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of how many rows autograd adds up the gradient, nobody sees."""
+    out = model[0](x).clone()
+    out[y != 0] = model[0].bias
+    return F.cross_entropy(model[1:](out), y)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_that_autograd_adds_up_at_once_need_no_plan_for_each_number(name: str) -> None:
+    pair = Pair(written_by_torch, name)
+    pair.take((5, 7, 0, 1, ROWS, 6, 3))
+    assert len(pair.step._plans) == 1
+    assert not any("a shape that depends on the data" in note for note in pair.step.report().notes)
 
 
 def test_steps_with_new_shapes_run_plainly_where_that_is_asked_for() -> None:

@@ -57,7 +57,7 @@ class _Operand:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _DrawingCall:
     """One call of a function, with all of its arguments but the tensors."""
 
     function: FunctionType
@@ -71,7 +71,9 @@ class _Call:
         return drawn
 
 
-_calls: weakref.WeakValueDictionary[str, _Call] = weakref.WeakValueDictionary()  # by their names among ops' arguments
+_calls: weakref.WeakValueDictionary[str, _DrawingCall] = (
+    weakref.WeakValueDictionary()
+)  # by their names among ops' arguments
 
 
 def _given(operands: Sequence[torch.Tensor], leaf: object) -> object:
@@ -204,7 +206,7 @@ class Calls:
             if self._inside or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
             operands: list[torch.Tensor] = []
-            call = _Call(function, _map((args, kwargs), functools.partial(_kept, operands)))
+            call = _DrawingCall(function, _map((args, kwargs), functools.partial(_kept, operands)))
             name = _name(function)
             key = _key(name, call)
             self._generator.calls.append(_calls[key])
@@ -264,7 +266,7 @@ def _kept(operands: list[torch.Tensor], leaf: object) -> object:
         return leaf
 
 
-def _key(name: str, call: _Call) -> str:
+def _key(name: str, call: _DrawingCall) -> str:
     """Under which it is found: the same for the same call, in another process, too."""
     told = _told(call)
     found = name if len(told) > _LONGEST or " at 0x" in told else f"{name}{told}"
@@ -277,7 +279,7 @@ def _key(name: str, call: _Call) -> str:
     return key
 
 
-def _told(call: _Call) -> str:
+def _told(call: _DrawingCall) -> str:
     """Its arguments in words: equal ones are the same arguments, as long as the calls are there."""
 
     def word(leaf: object) -> object:

@@ -170,12 +170,13 @@ class RandomTrail:
     def finish(self, position: int) -> None:
         for generator in tuple(self._current):
             self.before(generator, position, None)
-        if self._used & self._foreign:
+        both = self._used & self._foreign
+        if both:
+            whose = "numpy's" if all(isinstance(g, NumpyGenerator) for g in both) else "torch's"
             raise CaptureError(
-                "another thread drew from torch's or numpy's generator while the step was recorded, and the step draws "
-                "from it as well. Which numbers each of them gets is chance, in eager too, so a plan cannot be "
-                "compared with eager. Give the thread a torch.Generator of its own, or let it rest during the first "
-                "steps."
+                f"another thread drew from {whose} default generator while the step was recorded, and the step draws "
+                f"from it as well. Which numbers each of them gets is chance, in eager too, so a plan cannot be "
+                f"compared with eager. Give the thread a generator of its own, or let it rest during the first steps."
             )
         self.ends = {generator: generator.get_state() for generator in self._current if generator in self._used}
 

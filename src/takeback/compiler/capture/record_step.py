@@ -405,7 +405,7 @@ def _attempt_drawing(
         again_()
         return attempt(kin=kin)  # as it is: whatever a call that stands for another has to do with it
     again_()  # here, since a traceback holds what was recorded
-    with contextlib.suppress(DrawsFromNumpy, _KeptState), Learner() as learner:
+    with contextlib.suppress(CaptureError, _KeptState), Learner() as learner:
         attempt(drawers=known)
     again_()
     if not drawers.learn_(learner.found):
