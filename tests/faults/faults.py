@@ -482,6 +482,46 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/run/test_sampling.py::test_stale_plan_is_found_named_taken_back_and_recorded_anew",),
     ),
     PlantedFault(
+        "capture: where numpy's generator stands is not saved",
+        "compiler/capture/recorder.py",
+        '            described_kw["generator"] = self._random.own(kwargs["generator"])\n',
+        "            pass\n",
+        ("tests/step/test_drawn.py::test_step_that_fails_takes_the_draws_back[a later one]",),
+    ),
+    PlantedFault(
+        "capture: a function that draws may read what it is not given",
+        "compiler/capture/drawn.py",
+        "        if self._knows(tensor) and not any(_shares(tensor, operand) for operand in operands):",
+        "        if False:",
+        (
+            "tests/step/test_drawn.py::test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost"
+            "[reads_what_it_is_not_given]",
+        ),
+    ),
+    PlantedFault(
+        "capture: functions that draw stay replaced",
+        "compiler/capture/drawers.py",
+        "                stack.callback(_put_, space, name, drawer.function)\n",
+        "",
+        (
+            "tests/step/test_drawn.py::test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost"
+            "[draws_from_torch_too]",
+        ),
+    ),
+    PlantedFault(
+        "capture: rows that the user's backward counts are enclosed",
+        "compiler/capture/recorder.py",
+        """            if origin_of_file(frame.f_code.co_filename) == "user":
+                return False
+            frame = frame.f_back
+        return True
+""",
+        """            frame = frame.f_back
+        return True
+""",
+        ("tests/step/test_drawn.py::test_rows_whose_number_the_users_own_backward_sees_are_held",),
+    ),
+    PlantedFault(
         "capture: .numpy() leaves the step unseen",
         "compiler/capture/leaks.py",
         '    _refuse_leaving("Tensor.numpy()", self)\n',

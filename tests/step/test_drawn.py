@@ -264,6 +264,8 @@ def test_graph_is_not_captured_around_it() -> None:
     step = train_both(case(chosen_by_a_mask), steps=2)
     program = step._last.executor.program  # type: ignore[union-attr]
     assert "mask_of" in str(why_not_captured(program, program.ops))
+    picks = ops_of(train_both(case(written_by_a_mask), steps=2), SUM_OF_INDEXED)
+    assert "counts the rows" in str(why_not_captured(program, picks))
 
 
 # -- what stays refused, and says so -----------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize(("pick", "said"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
+@pytest.mark.parametrize(("pick", "said"), REFUSED, ids=[pick.__name__ for pick, _ in REFUSED])
 def test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost(pick: Callable[..., Any], said: str) -> None:
     torch.manual_seed(0)
     model = Masked(pick)

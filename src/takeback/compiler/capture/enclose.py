@@ -17,10 +17,6 @@ from takeback.compiler.program import BufferId, Op, Region, Scratch, Special
 
 aten = torch.ops.aten
 
-BY_MASK = ("IndexPutBackward0", "IndexPutBackward1", "CopySlices")
-"""The nodes of autograd's that make the gradient of what was written by a mask, the last where it was written into a
-view; checked on 2.13."""
-
 _library = torch.library.Library("takeback", "FRAGMENT")
 _library.define(
     "sum_of_indexed(Tensor self, Tensor?[] indices, int[]? dim, bool keepdim=False, *, ScalarType? dtype=None) "

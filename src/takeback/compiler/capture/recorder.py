@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
-from takeback.compiler.capture.enclose import BY_MASK, enclosed
+from takeback.compiler.capture.enclose import enclosed
 from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.modes import be_on_dispatch_stack_
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
@@ -219,8 +219,7 @@ class Recorder(TorchDispatchMode):
     def _is_by_mask(self) -> bool:
         """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many
         they are."""
-        node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13
-        if node is None or node.name().rpartition("::")[2] not in BY_MASK or not self.ops[-1].has_data_in_shape:
+        if torch._C._current_autograd_node() is None or not self.ops[-1].has_data_in_shape:  # checked on 2.11 and 2.13
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.endswith(_BACKWARD):

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from takeback.compiler.capture.drawn import DRAWN
+from takeback.compiler.capture.enclose import SUM_OF_INDEXED
 from takeback.compiler.program import Cluster, Number, Op, Phase, Program, Special
 from takeback.compiler.run.allocator_code import Compute
 from takeback.compiler.run.kernels import NOT_USED_YET, Kernels
@@ -78,6 +79,8 @@ def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
             return f"{op.name} is an operator of somebody else's, which may do more than launch kernels"
         if op.target is DRAWN:
             return f"{op.args[1]} is called in each step, to draw from numpy.random"
+        if op.target is SUM_OF_INDEXED:
+            return "the host counts the rows that a mask picks"
         if op.expected is not None:
             return f"{op.name} reads a value into Python"
         if op.has_data_in_shape:
