@@ -7,7 +7,10 @@ import functools
 import os
 import pickle
 import re
+import select
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -26,6 +29,7 @@ from takeback.compiler.run.audit import audit
 from takeback.errors import BorrowError
 
 Lines = list[tuple[int, str]]
+_LONGEST_S = 60.0  #: that a fork may take: some milliseconds are usual
 _DROP = re.compile(r"(v\d+ = )+None")
 
 
@@ -246,7 +250,13 @@ def harm_of_code(subject: Subject, mutant: CodeMutant) -> str | None:
 
 def _forked(run: Callable[[], tuple[str | None, dict[int, int]]]) -> tuple[str | None, dict[int, int]] | str:
     """What it gives in a process of its own, or how that ended: a kernel on operands that it was not made for may write
-    anywhere."""
+    anywhere. A fork may find a lock that a thread of its parent held: one that hangs is tried once more."""
+    data = _answer_of(run) or _answer_of(run)
+    return pickle.loads(data) if data is not None else "the process hangs"
+
+
+def _answer_of(run: Callable[[], tuple[str | None, dict[int, int]]]) -> bytes | None:
+    """None if it was late."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -257,12 +267,17 @@ def _forked(run: Callable[[], tuple[str | None, dict[int, int]]]) -> tuple[str |
         finally:
             os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as source:
-        data = source.read()
+    until, parts = time.monotonic() + _LONGEST_S, []
+    with open(reader, "rb", buffering=0) as source:
+        while select.select([source], [], [], max(0.0, until - time.monotonic()))[0] and (part := source.read(1 << 16)):
+            parts.append(part)
+    late = time.monotonic() >= until
+    if late:
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if status or not data:
-        return f"the process died ({status})"
-    return pickle.loads(data)
+    if late:
+        return None
+    return b"".join(parts) if parts and not status else pickle.dumps(f"the process died ({status})")
 
 
 def _run(subject: Subject, code: AllocatorCode) -> tuple[str | None, dict[int, int]]:
