@@ -124,7 +124,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--append", action="store_true", help="to the runs that the file has")
     asked = parser.parse_args()
-    earlier = runs_in(asked.json, traced=asked.traced) if asked.append else []
     torch.set_num_threads(1)
     kernels.compile_cluster = interpret_cluster if asked.traced else _not_compiled
     if not asked.traced:
@@ -149,6 +148,7 @@ def main() -> int:
             "given up": outcomes.given_up,
             "wrong": wrong,
         }
+        earlier = runs_in(asked.json, traced=asked.traced) if asked.append else []  # now: another run may have ended
         asked.json.write_text(json.dumps({"runs": [*earlier, run]}, indent=1) + "\n")
     return 1 if wrong else 0
 
