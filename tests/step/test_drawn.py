@@ -105,6 +105,25 @@ def noise_of(shape: tuple[int, ...]) -> Array:
     return np.random.standard_normal(shape[::-1]).T  # which is not contiguous, and leaves half a pair for the next draw
 
 
+class Settings:
+    """Made anew in each step, and gone after it."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+
+
+def mask_by_settings(shape: list[int], settings: Settings, scale: Any, base: Array) -> Array:
+    shape.append(5)  # of a list that is the caller's
+    return (np.random.rand(*shape) < settings.part * scale) & base
+
+
+def of_arguments_of_all_kinds(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = mask_by_settings([ROWS], Settings(0.5), scale=np.float64(0.9), base=np.ones((ROWS, 5), dtype=bool))
+    assert isinstance(mask, np.ndarray)
+    assert (mask.shape, mask.ndim, mask.size, mask.dtype) == ((ROWS, 5), 2, 5 * ROWS, np.dtype(bool))
+    return torch.where(torch.tensor(mask).unsqueeze(-1), model.row, x)
+
+
 PICKS = (
     written_by_a_mask,
     chosen_by_a_mask,
@@ -113,6 +132,7 @@ PICKS = (
     one_after_the_other,
     one_inside_of_the_other,
     as_numbers,
+    of_arguments_of_all_kinds,
 )
 
 
@@ -241,6 +261,21 @@ def test_step_that_fails_takes_the_draws_back(when: int, monkeypatch: pytest.Mon
     NumpyGenerator().set_state(stood)
     torch.manual_seed(5)
     assert torch.equal(loss, loss_of(twin, *batch).detach())
+
+
+def test_function_that_gives_another_dtype_later_is_refused_and_nothing_is_lost() -> None:
+    model = Masked(as_numbers)
+    optimizer = adamw(model)
+    step = tb.compile_step(model, loss_of, optimizer)
+    step(*draw(0))
+    (call,) = {id(c): c for c in step._maker.drawers.generator.calls}.values()
+    object.__setattr__(call, "function", lambda shape: np.random.rand(*shape).astype(np.float32))
+    batch = draw(1)
+    before, stood = {k: v.clone() for k, v in state_of(model, optimizer).items()}, NumpyGenerator().get_state()
+    with pytest.raises(CaptureError, match="gave float32, and float64 when the step was recorded"):
+        step(*batch)
+    assert torch.equal(NumpyGenerator().get_state(), stood)
+    assert_same(state_of(model, optimizer), before)
 
 
 def test_further_shapes_are_recorded_with_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 an
 from takeback.compiler.capture.drawers import Drawer, in_place_of
 from takeback.compiler.capture.leaks import open_to, what_may_be_read
 from takeback.compiler.capture.modes import be_on_function_stack_
+from takeback.compiler.capture.numbers import TracedNumber
 from takeback.compiler.capture.op_facts import facts_of
 from takeback.compiler.capture.randomness import NumpyGenerator
 from takeback.compiler.capture.recorder import Recorder
@@ -62,26 +63,30 @@ class _DrawingCall:
 
     function: FunctionType
     arguments: Any
+    kinds: list[object] = field(default_factory=list)  #: what it gave the first time
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
         args, kwargs = _map(self.arguments, functools.partial(_given, operands))
         drawn = self.function(*args, **kwargs)
-        if type(drawn) is not np.ndarray:
-            raise TypeError(f"{_name(self.function)}, which draws from numpy.random, gave an array before, and now not")
+        kind = drawn.dtype if type(drawn) is np.ndarray else type(drawn).__name__
+        if not self.kinds:
+            self.kinds.append(kind)
+        if type(drawn) is not np.ndarray or kind != self.kinds[0]:
+            raise CaptureError(
+                f"{_name(self.function)}, which draws from numpy.random, gave {kind}, and {self.kinds[0]} when the "
+                f"step was recorded. Let it always return an array of one dtype."
+            )
         return drawn
 
 
-_calls: weakref.WeakValueDictionary[str, _DrawingCall] = (
-    weakref.WeakValueDictionary()
-)  # by their names among ops' arguments
+#: By their names among ops' arguments. The generators of programs hold them.
+_calls: weakref.WeakValueDictionary[str, _DrawingCall] = weakref.WeakValueDictionary()
 
 
 def _given(operands: Sequence[torch.Tensor], leaf: object) -> object:
     if isinstance(leaf, _Operand):
         tensor = operands[leaf.index]
         return torch._C.TensorBase.numpy(tensor.cpu()).copy() if leaf.as_array else tensor
-    if isinstance(leaf, weakref.ref):
-        return leaf()
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -122,14 +127,16 @@ class Misused(CaptureError):
 class Drawn:
     """Stands for the array that a function gave."""
 
+    dtype: object
     _tensor: torch.Tensor
     _name: str
-    __slots__ = ("_name", "_tensor")
+    __slots__ = ("_name", "_tensor", "dtype")
     __class__ = property(lambda self: np.ndarray)  # whoever asks takes eager's way
 
-    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+    def __init__(self, tensor: torch.Tensor, name: str, dtype: object) -> None:
         self._tensor = tensor
         self._name = name
+        self.dtype = dtype
 
     def __getattr__(self, name: str) -> Any:
         return _refuse(self, f".{name}")
@@ -206,10 +213,10 @@ class Calls:
             if self._inside or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
             operands: list[torch.Tensor] = []
-            call = _DrawingCall(function, _map((args, kwargs), functools.partial(_kept, operands)))
             name = _name(function)
-            key = _key(name, call)
-            self._generator.calls.append(_calls[key])
+            arguments = _map((args, kwargs), functools.partial(_kept, operands))
+            key, call = _named(name, _DrawingCall(function, arguments))
+            self._generator.calls.append(call)
             self._found[name] = None
             self._inside = True
             try:
@@ -217,7 +224,7 @@ class Calls:
                     made = DRAWN(operands, key, self._device, generator=self._generator)
             finally:
                 self._inside = False
-            return Drawn(made, name)
+            return Drawn(made, name, call.kinds[0])
 
         return called
 
@@ -249,34 +256,27 @@ def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _kept(operands: list[torch.Tensor], leaf: object) -> object:
-    """What a call is made with in each replay. Whatever may live shorter than the plans of a step is not kept alive."""
+    """What a call is made with in each replay."""
     if type(leaf) is Drawn or isinstance(leaf, torch.Tensor):
         as_array = type(leaf) is Drawn
         operands.append(leaf._tensor if as_array else leaf.detach())
         return _Operand(len(operands) - 1, as_array)
-    if type(leaf) in _PLAIN:
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if isinstance(leaf, int | float | str):
-        raise Misused(f"a function that draws from numpy.random is given a {type(leaf).__name__}, which may change.")
-    try:
-        return weakref.ref(leaf)
-    except TypeError:
-        return leaf
+    if isinstance(leaf, TracedNumber):
+        raise Misused("a function that draws from numpy.random is given a number that is read anew in each step.")
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-def _key(name: str, call: _DrawingCall) -> str:
-    """Under which it is found: the same for the same call, in another process, too."""
+def _named(name: str, call: _DrawingCall) -> tuple[str, _DrawingCall]:
+    """Under which it is found, the same for the same call in another process, too; and the one that is found there."""
     told = _told(call)
     found = name if len(told) > _LONGEST or " at 0x" in told else f"{name}{told}"
     key, number = found, 0
     while (other := _calls.setdefault(key, call)) is not call:
         if other.function is call.function and _told(other) == told:
-            break
+            return key, other
         number += 1
         key = f"{found} #{number}"
-    return key
+    return key, call
 
 
 def _told(call: _DrawingCall) -> str:
@@ -287,7 +287,7 @@ def _told(call: _DrawingCall) -> str:
             return (leaf.dtype.str, leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest())
         if isinstance(leaf, _Operand) or type(leaf) in _PLAIN:
             return leaf
-        return f"an object at {id(leaf() if isinstance(leaf, weakref.ref) else leaf):#x}"
+        return f"an object at {id(leaf):#x}"
 
     return repr(_map(call.arguments, word))
 

@@ -373,6 +373,10 @@ class _KeptState(Exception):
         self.within = within  #: the places that it read
 
 
+_OF_A_STAND_IN = (CaptureError, TypeError, ValueError, AttributeError)
+"""What may be raised where something stands for a call, or for what it gives."""
+
+
 def _attempt_drawing(
     subject: Subject,
     args: tuple[Any, ...],
@@ -396,15 +400,14 @@ def _attempt_drawing(
 
     try:
         return attempt(kin=kin, drawers=known)
-    except (DrawsFromNumpy, _KeptState) as error:
-        if isinstance(error, _KeptState):
-            raise
-    except Exception:
+    except DrawsFromNumpy:
+        pass  # and go on out of here, since a traceback holds what was recorded
+    except _OF_A_STAND_IN:
         if not known:
             raise
         again_()
-        return attempt(kin=kin)  # as it is: whatever a call that stands for another has to do with it
-    again_()  # here, since a traceback holds what was recorded
+        return attempt(kin=kin)
+    again_()
     with contextlib.suppress(CaptureError, _KeptState), Learner() as learner:
         attempt(drawers=known)
     again_()
@@ -412,9 +415,7 @@ def _attempt_drawing(
         raise DrawsFromNumpy
     try:
         return attempt(kin=kin, drawers=drawers.known)
-    except _KeptState:
-        raise
-    except Exception as error:
+    except _OF_A_STAND_IN as error:
         again_()
         drawers.known = known
         if isinstance(error, DrawsFromNumpy):
