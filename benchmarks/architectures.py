@@ -14,6 +14,7 @@ import argparse
 import functools
 import gc
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import takeback as tb
-from common import Step, in_turn, machine, peak_bytes, ratio
+from common import Step, in_turn, machine, peak_bytes, ratio, seed
 from takeback import zoo
 from takeback.compiler.run.eager import eager_step
 
@@ -60,13 +61,14 @@ def eager(case: zoo.Case) -> Step:
 
 def warmed(step: Step) -> Step:
     for i in range(WARM):
-        torch.manual_seed(i)
+        seed(i)
         step()
     return step
 
 
-def measure(name: str, size: str, rounds: int, settings: list[str]) -> list[Row]:
-    cases = {system: zoo.case(name, size=size) for system in ("eager", *settings)}
+def measure(name: str, make: Callable[[], zoo.Case], rounds: int, settings: Sequence[str]) -> list[Row]:
+    """`make` gives the same case each time."""
+    cases = {system: make() for system in ("eager", *settings)}
     made = {m: c for m, c in cases.items() if m != "eager"}
     compiled = {m: tb.compile_step(c.model, c.loss_fn, c.optimizer, memory=m) for m, c in made.items()}
     steps: dict[str, Step] = {"eager": warmed(eager(cases["eager"]))}
@@ -136,23 +138,28 @@ def main() -> None:
     with Progress(console=console) as progress:
         task = progress.add_task("cases", total=len(arguments.cases) + 1)
         for name in arguments.cases:
-            rows += measure(name, arguments.size, arguments.rounds, arguments.memory)
+            make = functools.partial(zoo.case, name, size=arguments.size)
+            rows += measure(name, make, arguments.rounds, arguments.memory)
             gc.collect()
             write(arguments, rows, [])
             progress.advance(task)
         context = context_cost(arguments.size, 2 * arguments.rounds)
         write(arguments, rows, context)
         progress.advance(task)
+    console.print(table_of(rows))
+    for c in context:
+        console.print(f"attention context, {c.system}: {c.time_to_plain:.3f} x the step without it")
+    console.print(f"written to {arguments.out}")
+
+
+def table_of(rows: Sequence[Row]) -> Table:
     table = Table("case", "system", "s", "x eager", "peak MiB", "x eager", "mallocs", "equal")
     for r in rows:
         requests = "" if r.requests_to_malloc is None else str(r.requests_to_malloc)
         peak = (f"{r.peak_above_resident_mib:.1f}", f"{r.peak_to_eager:.3f}")
         times = (f"{r.seconds:.3f}", f"{r.time_to_eager:.3f}")
         table.add_row(r.case, r.system, *times, *peak, requests, "yes" if r.equal_to_eager else "[red]no")
-    console.print(table)
-    for c in context:
-        console.print(f"attention context, {c.system}: {c.time_to_plain:.3f} x the step without it")
-    console.print(f"written to {arguments.out}")
+    return table
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import takeback as tb
@@ -115,13 +116,19 @@ def _highest(events: Iterable[Mapping[str, int]]) -> int:
     return most
 
 
+def seed(number: int) -> None:
+    """torch's random numbers, and numpy's, from which some models of speech draw."""
+    torch.manual_seed(number)
+    np.random.seed(number)
+
+
 def in_turn(steps: Mapping[str, Step], rounds: int, burst: int, device: str) -> dict[str, list[float]]:
     """Seconds of each in every round: a few calls in a row, the first of which does not count, in a drawn order."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for r in range(rounds):
         for name in random.Random(r).sample(list(steps), len(steps)):
             for k in range(burst):
-                torch.manual_seed(1 + burst * r + k)
+                seed(1 + burst * r + k)
                 if k == 1:
                     wait(device)
                     start = time.perf_counter()
