@@ -252,14 +252,14 @@ whole = cuda_graph._CaptureAttempt.run
 def spoilt(self, compute, inputs):
     def waiting(batch):
         held = compute(batch)
-        torch.cuda.current_stream().synchronize()  # not permitted there
+        FAILS
         return held
     return whole(self, waiting, inputs)
 case = Case(mlp, labelled, rows, settings={"graphs": "always"})
 other = train_both(case, steps=8)  # a graph that draws from the same generator
 cuda_graph._CaptureAttempt.run = spoilt
 step = train_both(case)
-assert "it cannot be captured" in step._plans[0].executor.graph, step._plans[0].executor.graph
+assert WHY in step._plans[0].executor.graph, step._plans[0].executor.graph
 assert torch.cuda.current_stream() == torch.cuda.default_stream()
 cuda_graph._CaptureAttempt.run = whole
 drawn = []
@@ -275,9 +275,18 @@ torch.cuda.empty_cache()
 """
 
 
-def test_a_capture_that_fails_leaves_the_process_as_it_was() -> None:
+_FAILURES = {
+    "not permitted": ("torch.cuda.current_stream().synchronize()", '"it cannot be captured"'),
+    "out of memory": ("torch.empty(1 << 50, dtype=torch.uint8, device='cuda')", "cuda_graph.NO_ROOM"),
+}
+
+
+@pytest.mark.parametrize("failure", _FAILURES)
+def test_a_capture_that_fails_leaves_the_process_as_it_was(failure: str) -> None:
     """In a process of its own: random numbers, streams and the allocator go on as before, and so do captures."""
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", _SPOILT], capture_output=True, text=True, env=environment, timeout=120)
+    fails, why = _FAILURES[failure]
+    code = _SPOILT.replace("FAILS", fails).replace("WHY", why)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
