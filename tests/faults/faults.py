@@ -489,19 +489,16 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_drawn.py::test_step_that_fails_takes_the_draws_back[a later one]",),
     ),
     PlantedFault(
-        "capture: a function that draws may read what it is not given",
-        "compiler/capture/drawn.py",
-        "        if self._knows(tensor) and not any(_shares(tensor, operand) for operand in operands):",
-        "        if False:",
-        (
-            "tests/step/test_drawn.py::test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost"
-            "[reads_what_it_is_not_given]",
-        ),
+        "capture: a function that draws may keep a state",
+        "compiler/capture/drawers.py",
+        "                if drawer is not None and why is None:",
+        "                if drawer is not None:",
+        ("tests/step/test_drawn.py::test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost[fills_a_cache]",),
     ),
     PlantedFault(
         "capture: functions that draw stay replaced",
         "compiler/capture/drawers.py",
-        "                stack.callback(_put_, space, name, drawer.function)\n",
+        "                stack.callback(space.__setitem__, name, drawer.function)\n",
         "",
         (
             "tests/step/test_drawn.py::test_what_no_replay_could_repeat_is_refused_and_nothing_is_lost"

@@ -64,7 +64,7 @@ class Masked(nn.Module):
         return self.last(self.pick(self, x, lengths).tanh()).mean(1)
 
     def drawn(self, shape: tuple[int, int]) -> Array:
-        return mask_of(shape, self.part)
+        return np.random.rand(*shape) < self.part
 
 
 def written_by_a_mask(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ def chosen_by_a_mask(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(torch.as_tensor(mask_of(tuple(x.shape[:2]), part=0.3)).unsqueeze(-1), model.row, x)
 
 
-def of_a_method(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
-    return torch.where(torch.from_numpy(model.drawn((ROWS, 5))).unsqueeze(-1), model.row, x)
+def by_from_numpy(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where(torch.from_numpy(mask_of((ROWS, 5), 0.3)).unsqueeze(-1), model.row, x)
 
 
 def by_lengths(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
@@ -98,27 +98,19 @@ def one_inside_of_the_other(model: Masked, x: Tensor, lengths: Tensor) -> Tensor
 def as_numbers(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
     """In numpy's own dtype, and another one."""
     noise = noise_of((ROWS, 5, WIDTH))
-    return x + torch.tensor(noise, dtype=torch.float32) + torch.as_tensor(noise).float()
+    return x + torch.tensor(noise, dtype=torch.float32) + torch.as_tensor(noise).float()  # the second shares its bytes
 
 
 def noise_of(shape: tuple[int, ...]) -> Array:
     return np.random.standard_normal(shape[::-1]).T  # which is not contiguous, and leaves half a pair for the next draw
 
 
-class Settings:
-    """Made anew in each step, and gone after it."""
-
-    def __init__(self, part: float) -> None:
-        self.part = part
-
-
-def mask_by_settings(shape: list[int], settings: Settings, scale: Any, base: Array) -> Array:
-    shape.append(5)  # of a list that is the caller's
-    return (np.random.rand(*shape) < settings.part * scale) & base
+def mask_by_all_kinds(shape: list[int], part: dict[str, float], scale: Any, base: Array) -> Array:
+    return (np.random.rand(*shape) < part["part"] * scale) & base
 
 
 def of_arguments_of_all_kinds(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
-    mask = mask_by_settings([ROWS], Settings(0.5), scale=np.float64(0.9), base=np.ones((ROWS, 5), dtype=bool))
+    mask = mask_by_all_kinds([ROWS, 5], {"part": 0.5}, scale=np.float64(0.9), base=np.ones((ROWS, 5), dtype=bool))
     assert isinstance(mask, np.ndarray)
     assert (mask.shape, mask.ndim, mask.size, mask.dtype) == ((ROWS, 5), 2, 5 * ROWS, np.dtype(bool))
     return torch.where(torch.tensor(mask).unsqueeze(-1), model.row, x)
@@ -127,7 +119,7 @@ def of_arguments_of_all_kinds(model: Masked, x: Tensor, lengths: Tensor) -> Tens
 PICKS = (
     written_by_a_mask,
     chosen_by_a_mask,
-    of_a_method,
+    by_from_numpy,
     by_lengths,
     one_after_the_other,
     one_inside_of_the_other,
@@ -278,6 +270,35 @@ def test_function_that_gives_another_dtype_later_is_refused_and_nothing_is_lost(
     assert_same(state_of(model, optimizer), before)
 
 
+def other_mask(shape: tuple[int, int], part: float, lengths: Tensor | None = None) -> Array:
+    return np.random.rand(*shape) < part
+
+
+def test_function_that_is_replaced_between_steps_is_the_one_that_is_called() -> None:
+    before = mask_of
+
+    def between(i: int, *others: Any) -> None:
+        globals()["mask_of"] = other_mask if i >= 3 else before
+
+    try:
+        train_both(Case(lambda: Masked(chosen_by_a_mask), loss_of, draw, between=between), steps=7, plans=2)
+        assert mask_of is other_mask
+    finally:
+        globals()["mask_of"] = before
+
+
+def test_function_that_gives_what_it_is_given_is_refused() -> None:
+    model = Masked(lambda m, x, lengths: x * torch.tensor(given_back(np.ones((ROWS, 5), dtype=bool))).unsqueeze(-1))
+    step = tb.compile_step(model, loss_of, adamw(model))
+    with pytest.raises(CaptureError, match="gives what it is given"):
+        step(*draw(0))
+
+
+def given_back(base: Array) -> Array:
+    np.random.rand()
+    return base
+
+
 def test_further_shapes_are_recorded_with_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Masked(chosen_by_a_mask)
     step = tb.compile_step(model, loss_of, adamw(model), max_plans=4)
@@ -356,13 +377,70 @@ def mask_of_both() -> Array:
     return mask_of((ROWS, 5), 0.3) & np.array((torch.rand(ROWS, 5) < 0.5).tolist())
 
 
+def of_a_method(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where(torch.tensor(model.drawn((ROWS, 5))).unsqueeze(-1), model.row, x)
+
+
+_table: list[Array] = []
+
+
+def from_a_table() -> Array:
+    """Draws more the first time."""
+    if not _table:
+        _table.append(np.random.rand(50, 5) < 0.3)
+    return _table[0][np.random.randint(50, size=ROWS)]
+
+
+def fills_a_cache(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    _table.clear()
+    return torch.where(torch.tensor(from_a_table()).unsqueeze(-1), model.row, x)
+
+
+def counted_mask(count: dict[str, int]) -> Array:
+    count["n"] += 1
+    return mask_of((ROWS, 5), 0.1 * count["n"])
+
+
+def counts_in_an_argument(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where(torch.tensor(counted_mask({"n": 1})).unsqueeze(-1), model.row, x)
+
+
+def doubled_mask(lengths: Tensor) -> Array:
+    lengths.mul_(2)
+    return mask_of((ROWS, 5), 0.3)
+
+
+def writes_a_tensor(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where(torch.tensor(doubled_mask(lengths.clone())).unsqueeze(-1), model.row, x)
+
+
+def mask_of_object(model: Masked) -> Array:
+    return mask_of((ROWS, 5), model.part)
+
+
+def gives_an_object(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    return torch.where(torch.tensor(mask_of_object(model)).unsqueeze(-1), model.row, x)
+
+
+def is_written_where_bytes_are_shared(model: Masked, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = mask_of((ROWS, 5), 0.3)
+    torch.from_numpy(mask)[0] = True
+    return torch.where(torch.tensor(mask).unsqueeze(-1), model.row, x)
+
+
 REFUSED = (
+    (of_a_method, "Masked.drawn is in no module"),
+    (fills_a_cache, "from_a_table uses _table, a list"),
+    (counts_in_an_argument, "writes into what it is given"),
+    (writes_a_tensor, "writes into what it is given"),
+    (gives_an_object, "is given a Masked"),
+    (is_written_where_bytes_are_shared, "after torch.from_numpy"),
     (decides, r"is used in Python \(\.sum\)"),
     (computes, r"is used in Python \(__invert__\)"),
     (goes_through_a_list, r"is used in Python \(\.tolist\)"),
     (draws_by_itself, "draws from numpy.random"),
     (in_a_function_of_its_own, r"is used in Python \(__getitem__\)"),
-    (reads_what_it_is_not_given, "reads a tensor that it is not given"),
+    (reads_what_it_is_not_given, r"is used in Python \(__and__\)"),
     (draws_from_torch_too, "draws from torch, too"),
 )
 

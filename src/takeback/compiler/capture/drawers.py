@@ -1,8 +1,8 @@
 """Finds the functions of the user's that draw from numpy's global generator and give an array: SpecAugment's masks.
 
 In: a step that draws, run once more while a `Learner` looks on. Out: for all that it drew the outermost functions that
-gave an array for it, with the places under which they are called. `in_place_of` puts something else in these places for
-a time.
+gave an array for it and keep nothing themselves (stateless.py), with the places under which they are called.
+`in_place_of` puts something else in these places for a time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ import numpy as np
 
 from takeback.compiler.capture.ran import origin_of_file
 from takeback.compiler.capture.randomness import NumpyGenerator
+from takeback.compiler.capture.stateless import state_of
 
-Namespace = MutableMapping[str, Any] | type
+Globals = MutableMapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Drawer:
-    """A function that draws, and where it is found when it is called: in globals of modules, or in classes."""
+    """A function that draws, and the globals of modules in which it is found when it is called."""
 
     function: FunctionType
-    places: tuple[tuple[Namespace, str], ...]
+    places: tuple[tuple[Globals, str], ...]
+
+    @property
+    def stands(self) -> bool:
+        """Whether it is still what is called there, and keeps nothing."""
+        return all(space.get(name) is self.function for space, name in self.places) and state_of(self.function) is None
 
 
 @dataclass
@@ -37,11 +43,15 @@ class Drawers:
     known: tuple[Drawer, ...] = ()
     generator: NumpyGenerator = field(default_factory=NumpyGenerator)  #: from which its plans say that they draw
 
+    def forget_(self) -> None:
+        """Those in whose place something else stands by now."""
+        self.known = tuple(drawer for drawer in self.known if drawer.stands)
+
     def learn_(self, found: Sequence[Drawer]) -> bool:
-        """Whether one of them is new."""
-        functions = {drawer.function for drawer in self.known}
-        new = tuple(drawer for drawer in found if drawer.function not in functions)
-        self.known += new
+        """Whether one of them, or a place of it, is new."""
+        new = tuple(drawer for drawer in found if drawer not in self.known)
+        functions = {drawer.function for drawer in new}
+        self.known = (*(drawer for drawer in self.known if drawer.function not in functions), *new)
         return bool(new)
 
 
@@ -50,6 +60,7 @@ class Learner:
 
     def __init__(self) -> None:
         self.found: list[Drawer] = []
+        self.refused = ""  #: why one that draws and gives an array is none of them
         self._open: dict[int, tuple[object, int]] = {}
         self._previous: Any = None
 
@@ -70,8 +81,10 @@ class Learner:
             before, known = self._open.pop(id(frame), (None, 0))
             if before is not None and type(arg) is np.ndarray and _stand() != before:
                 drawer = _drawer(frame)
-                if drawer is not None:
+                why = f"{frame.f_code.co_qualname} is in no module" if drawer is None else state_of(drawer.function)
+                if drawer is not None and why is None:
                     self.found[known:] = [drawer]  # in place of those that it has called
+                self.refused = self.refused or why or ""
         if self._previous is not None:
             self._previous(frame, event, arg)
 
@@ -84,22 +97,17 @@ def _stand() -> object:
 
 
 def _drawer(frame: FrameType) -> Drawer | None:
-    """The function that runs in this frame; None where it is found neither in a module nor in a class: a lambda, or a
-    function inside of another one."""
-    code = frame.f_code
-
-    def runs(value: object) -> bool:
-        return type(value) is FunctionType and value.__code__ is code
-
+    """The function that runs in this frame; None where no module has it, or more than one of the same code: a method,
+    a lambda, a function inside of another one, what a decorator has made."""
     around = [frame.f_globals, *([frame.f_back.f_globals] if frame.f_back is not None else [])]
-    namespaces: list[tuple[Namespace, Any]] = [(each, each) for each in {id(g): g for g in around}.values()]
-    owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    namespaces += [(kind, vars(kind)) for kind in type(owner).__mro__] if owner is not None else []
-    found = [(space, name, value) for space, named in namespaces for name, value in tuple(named.items()) if runs(value)]
-    if not found:
-        return None
-    function = found[0][2]
-    return Drawer(function, tuple((space, name) for space, name, value in found if value is function))
+    found = [
+        (space, name, value)
+        for space in {id(each): each for each in around}.values()
+        for name, value in tuple(space.items())
+        if type(value) is FunctionType and value.__code__ is frame.f_code
+    ]
+    functions = {value for _, _, value in found}
+    return Drawer(functions.pop(), tuple((space, name) for space, name, _ in found)) if len(functions) == 1 else None
 
 
 @contextlib.contextmanager
@@ -109,13 +117,6 @@ def in_place_of(drawers: Sequence[Drawer], make: Callable[[FunctionType], Callab
         for drawer in drawers:
             instead = make(drawer.function)
             for space, name in drawer.places:
-                stack.callback(_put_, space, name, drawer.function)
-                _put_(space, name, instead)
+                stack.callback(space.__setitem__, name, drawer.function)
+                space[name] = instead
         yield
-
-
-def _put_(space: Namespace, name: str, value: object) -> None:
-    if isinstance(space, type):
-        setattr(space, name, value)
-    else:
-        space[name] = value

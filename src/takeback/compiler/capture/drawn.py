@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # checked on 2.11 an
 from takeback.compiler.capture.drawers import Drawer, in_place_of
 from takeback.compiler.capture.leaks import open_to, what_may_be_read
 from takeback.compiler.capture.modes import be_on_function_stack_
-from takeback.compiler.capture.numbers import TracedNumber
 from takeback.compiler.capture.op_facts import facts_of
 from takeback.compiler.capture.randomness import NumpyGenerator
 from takeback.compiler.capture.recorder import Recorder
@@ -66,15 +65,21 @@ class _DrawingCall:
     kinds: list[object] = field(default_factory=list)  #: what it gave the first time
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
-        args, kwargs = _map(self.arguments, functools.partial(_given, operands))
+        name, copies = _name(self.function), [t.clone() for t in operands]
+        args, kwargs = _map(self.arguments, functools.partial(_given, copies))
+        told = _told((args, kwargs))
         drawn = self.function(*args, **kwargs)
+        if _told((args, kwargs)) != told or not all(map(_same_bytes, copies, operands)):
+            raise Misused(f"{name}, which draws from numpy.random, writes into what it is given. Write into a copy.")
+        if type(drawn) is np.ndarray and any(np.shares_memory(drawn, each) for each in _arrays((args, kwargs))):
+            raise Misused(f"{name}, which draws from numpy.random, gives what it is given. Return a copy of it.")
         kind = drawn.dtype if type(drawn) is np.ndarray else type(drawn).__name__
         if not self.kinds:
             self.kinds.append(kind)
         if type(drawn) is not np.ndarray or kind != self.kinds[0]:
             raise CaptureError(
-                f"{_name(self.function)}, which draws from numpy.random, gave {kind}, and {self.kinds[0]} when the "
-                f"step was recorded. Let it always return an array of one dtype."
+                f"{name}, which draws from numpy.random, gave {kind}, and {self.kinds[0]} when the step was recorded. "
+                f"Let it always return an array of one dtype."
             )
         return drawn
 
@@ -104,6 +109,10 @@ _library.impl("drawn", _run, "CompositeExplicitAutograd")
 _torch_from_numpy = torch.from_numpy
 
 
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+
+
 def _name(function: FunctionType) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
@@ -130,13 +139,15 @@ class Drawn:
     dtype: object
     _tensor: torch.Tensor
     _name: str
-    __slots__ = ("_name", "_tensor", "dtype")
+    _shared: bool
+    __slots__ = ("_name", "_shared", "_tensor", "dtype")
     __class__ = property(lambda self: np.ndarray)  # whoever asks takes eager's way
 
     def __init__(self, tensor: torch.Tensor, name: str, dtype: object) -> None:
         self._tensor = tensor
         self._name = name
         self.dtype = dtype
+        self._shared = False  # a tensor was made of it that has its bytes in eager: who writes that writes this
 
     def __getattr__(self, name: str) -> Any:
         return _refuse(self, f".{name}")
@@ -259,37 +270,46 @@ def _kept(operands: list[torch.Tensor], leaf: object) -> object:
     """What a call is made with in each replay."""
     if type(leaf) is Drawn or isinstance(leaf, torch.Tensor):
         as_array = type(leaf) is Drawn
-        operands.append(leaf._tensor if as_array else leaf.detach())
+        operands.append(_once_shared(leaf)._tensor if as_array else leaf.detach())
         return _Operand(len(operands) - 1, as_array)
-    if isinstance(leaf, TracedNumber):
-        raise Misused("a function that draws from numpy.random is given a number that is read anew in each step.")
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if type(leaf) in _PLAIN or isinstance(leaf, np.generic | np.dtype):
+        return leaf
+    raise Misused(
+        f"a function that draws from numpy.random is given a {type(leaf).__name__}, which may change. Give it numbers, "
+        f"texts, arrays and tensors, in tuples, lists and dicts."
+    )
 
 
 def _named(name: str, call: _DrawingCall) -> tuple[str, _DrawingCall]:
     """Under which it is found, the same for the same call in another process, too; and the one that is found there."""
-    told = _told(call)
-    found = name if len(told) > _LONGEST or " at 0x" in told else f"{name}{told}"
+    told = _told(call.arguments)
+    found = name if len(told) > _LONGEST else f"{name}{told}"
     key, number = found, 0
     while (other := _calls.setdefault(key, call)) is not call:
-        if other.function is call.function and _told(other) == told:
+        if other.function is call.function and _told(other.arguments) == told:
             return key, other
         number += 1
         key = f"{found} #{number}"
     return key, call
 
 
-def _told(call: _DrawingCall) -> str:
-    """Its arguments in words: equal ones are the same arguments, as long as the calls are there."""
+def _told(arguments: Any) -> str:
+    """Arguments in words: equal ones are the same arguments. Of tensors it does not tell."""
 
     def word(leaf: object) -> object:
         if isinstance(leaf, np.ndarray):
             return (leaf.dtype.str, leaf.shape, hashlib.sha256(leaf.tobytes()).hexdigest())
-        if isinstance(leaf, _Operand) or type(leaf) in _PLAIN:
-            return leaf
-        return f"an object at {id(leaf):#x}"
+        return "a tensor" if isinstance(leaf, torch.Tensor) else leaf
 
-    return repr(_map(call.arguments, word))
+    return repr(_map(arguments, word))
+
+
+def _arrays(arguments: Any) -> list[np.ndarray[Any, Any]]:
+    found: list[np.ndarray[Any, Any]] = []
+    _map(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, np.ndarray) else None)
+    return found
 
 
 class _Conversions(TorchFunctionMode):
@@ -303,13 +323,20 @@ class _Conversions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in (torch.tensor, torch.as_tensor, torch.asarray) and args and type(args[0]) is Drawn:
-            return _converted(*args, **(kwargs or {}))
+            return _converted(*args, shares=func is not torch.tensor, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _once_shared(drawn: Drawn) -> Drawn:
+    if drawn._shared:
+        _refuse(drawn, "after torch.from_numpy or torch.as_tensor")
+    return drawn
 
 
 def _converted(
     drawn: Drawn,
     *,
+    shares: bool,
     dtype: torch.dtype | None = None,
     device: torch.device | str | int | None = None,
     requires_grad: bool = False,
@@ -317,7 +344,8 @@ def _converted(
 ) -> torch.Tensor:
     if any(others.values()):
         _refuse(drawn, f"torch.tensor with {', '.join(others)}")
-    made = drawn._tensor
+    made = _once_shared(drawn)._tensor
+    drawn._shared = shares
     where = torch.get_default_device() if device is None else device
     return made.to(device=where, dtype=dtype or made.dtype, copy=True).requires_grad_(requires_grad)
 
@@ -327,10 +355,10 @@ def _from_numpy() -> Iterator[None]:
     """No mode sees torch.from_numpy."""
 
     def from_numpy(array: Any) -> torch.Tensor:
-        return _converted(array, device="cpu") if type(array) is Drawn else _torch_from_numpy(array)
+        return _converted(array, shares=True, device="cpu") if type(array) is Drawn else _torch_from_numpy(array)
 
-    torch.from_numpy = from_numpy
     try:
+        torch.from_numpy = from_numpy
         yield
     finally:
         torch.from_numpy = _torch_from_numpy

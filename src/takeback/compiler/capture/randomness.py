@@ -69,11 +69,13 @@ class NumpyGenerator(torch.Generator):
 class DrawsFromNumpy(CaptureError):
     """The step draws from numpy's global generator, where no replay would."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: str = "") -> None:
+        """`why` a function that draws is not called in each replay."""
         super().__init__(
             "the step draws from numpy.random; a replay would use the first draw for ever. Draw before the step and "
-            "pass the result in as a tensor, draw with torch, or draw in a function of a module or class that returns "
-            "an array, of which the step makes a tensor (torch.tensor): such a function is called in each step."
+            "pass the result in as a tensor, draw with torch, or draw in a function of a module that keeps nothing and "
+            "returns an array, of which the step makes a tensor (torch.tensor): such a function is called in each step."
+            + (f" Here that cannot be done: {why}." if why else "")
         )
 
 

@@ -391,6 +391,7 @@ def _attempt_drawing(
     attempt = functools.partial(_attempt, subject, args, kwargs, before, how)
     if not (how.real and NumpyGenerator.can_be_followed()):
         return attempt(kin=kin)
+    subject.drawers.forget_()
     drawers, known = subject.drawers, subject.drawers.known
     stood = drawers.generator.get_state()
 
@@ -412,7 +413,7 @@ def _attempt_drawing(
         attempt(drawers=known)
     again_()
     if not drawers.learn_(learner.found):
-        raise DrawsFromNumpy
+        raise DrawsFromNumpy(learner.refused)
     try:
         return attempt(kin=kin, drawers=drawers.known)
     except _OF_A_STAND_IN as error:
@@ -420,7 +421,7 @@ def _attempt_drawing(
         drawers.known = known
         if isinstance(error, DrawsFromNumpy):
             raise
-        raise CaptureError(f"{DrawsFromNumpy()} Here that cannot be done: {error}") from error
+        raise CaptureError(f"{DrawsFromNumpy('')} Here that cannot be done: {error}") from error
 
 
 def _attempt(
