@@ -32,7 +32,7 @@ from takeback.compiler.passes.recompute import Again, Chooser, Keep, Remembered,
 from takeback.compiler.passes.shadow import shadow
 from takeback.compiler.passes.waiting import Headroom, no_higher
 from takeback.compiler.planning import plan_within, settings_for
-from takeback.compiler.program import Cluster, Op, Phase, Program, Region
+from takeback.compiler.program import BufferId, Cluster, Op, Phase, Program, Region
 from takeback.options import Options
 
 aten = torch.ops.aten
@@ -331,6 +331,17 @@ def test_change_that_lifts_the_peak_is_offered_less_room_and_then_left() -> None
     last = draft.program.ops[-3:]
     assert [room.for_(last) for room in rooms] == sorted((room.for_(last) for room in rooms), reverse=True)
     assert not rooms[-1].for_(last), "less room is offered each time"
+
+
+def test_no_room_is_known_for_what_reads_a_value_that_was_made_since() -> None:
+    """Random programs have found it: a `KeyError` of mode fast."""
+    draft = until(deep(), shadow)
+    room = Headroom(draft, 0)
+    run = draft.program.ops[-3:]
+    reads = next(op for op in draft.program.ops if op.inputs)
+    assert room.for_((reads, *run[1:])) in (True, False)
+    since = BufferId(max(draft.program.buffers) + 1)
+    assert not room.for_((reads.map(reads=lambda r: replace(r, buffer=since)), *run[1:]))
 
 
 def deep() -> Program:

@@ -103,6 +103,8 @@ class Headroom:
         """Whether what the first op of a run reads may live until its last one, and so many bytes besides."""
         last = max((self._at[id(op)] for op in run if id(op) in self._at), default=-1)
         read = dict.fromkeys(r.buffer for r in run[0].inputs)
+        if not read.keys() <= self._sizes.keys():  # made since the draft was looked at: how long it lives is not known
+            return False
         mine = [b for b in read if not self._sizes[b].role.borrowed and self._end.get(b, 0) <= last]
         longer = more_bytes + sum(self._sizes[b].size_bytes for b in mine)
         return all(self._curve[id(op)] + longer <= self._most for op in run[1:] if id(op) in self._curve)
