@@ -110,7 +110,7 @@ _torch_from_numpy = torch.from_numpy
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)))
+    return bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))))
 
 
 def _name(function: FunctionType) -> str:
