@@ -45,9 +45,13 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "ctrl_c_raise
 
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
-    """Where SIGINT is ignored (a background job, a worker of pytest-xdist), Ctrl-C is made to raise, as in a shell."""
+    """Where SIGINT is ignored (a background job, a worker of pytest-xdist), Ctrl-C is made to raise, as in a shell. And
+    what hypothesis has the garbage collector call is taken away: there Python drops what Ctrl-C raises between steps."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    called = gc.callbacks[:]
+    gc.callbacks.clear()
     yield
+    gc.callbacks[:] = called
     signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
