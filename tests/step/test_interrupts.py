@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "ctrl_c_raise
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
     """Where SIGINT is ignored (a background job, a worker of pytest-xdist), Ctrl-C is made to raise, as in a shell. And
-    what hypothesis has the garbage collector call is taken away: there Python drops what Ctrl-C raises between steps."""
+    what hypothesis has the garbage collector call is taken away: there Python drops what Ctrl-C raises."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     called = gc.callbacks[:]
     gc.callbacks.clear()
