@@ -339,7 +339,6 @@ def test_no_room_is_known_for_what_reads_a_value_that_was_made_since() -> None:
     room = Headroom(draft, 0)
     run = draft.program.ops[-3:]
     reads = next(op for op in draft.program.ops if op.inputs)
-    assert room.for_((reads, *run[1:])) in (True, False)
     since = BufferId(max(draft.program.buffers) + 1)
     assert not room.for_((reads.map(reads=lambda r: replace(r, buffer=since)), *run[1:]))
 
