@@ -101,6 +101,8 @@ def choice(
         and not repeats()
     ):
         return "cudnn"
+    if mask is not None and mask.stride(-1) != 1:  # a bias that lies by heads (T5)
+        return "math"
     square = query.shape[2] == key.shape[2]
     plain = mask is None and (square or not is_causal)
     if cuda.flash_sdp_enabled() and half and alike and width <= _MOST_FLASH and plain:
