@@ -67,7 +67,7 @@ Programs drawn by hypothesis: up to 14 of {instructions} instructions (modules w
 writes in place, other dtypes on the way, dropout, checkpoints, empty parts, shapes that depend on values, buffers
 that are replaced), batches of six layouts whose row counts change from step to step, zero and one among them, three
 optimizers or two at once, `memory=` "auto", "min" or "keep", with and without poison, early updates, clipping,
-microbatches, `update=False`, a scaler and autocast; some end in one of eight heads with a cross-entropy. Each is
+microbatches, `update=False`, a scaler and autocast; some end in a cross-entropy, of one of several forms. Each is
 trained beside eager in both modes; mode fast with eager's kernels in its clusters. "near" (in mode fast): every
 result, parameter, buffer and state of an optimizer is within 1e-3 of eager's, by norms, plus 1e-6; within 3e-2 where
 something is computed in bfloat16{rule}. {traced}

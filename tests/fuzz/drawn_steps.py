@@ -199,6 +199,11 @@ APPLY: dict[str, Apply] = {
     "view-relu_": lambda m, x, y: (x.t()[1:].relu_(), x)[1],
     "masked_fill_": lambda m, x, y: x.masked_fill_(y.detach() > 0.5, 0.1),
     "dropout_": lambda m, x, y: F.dropout(x, 0.2, inplace=True),
+    "prod": lambda m, x, y: x * (1 + 0.2 * y.tanh()).prod(1, keepdim=True) * 0.5,
+    "prod-of-all": lambda m, x, y: y + 0.1 * (1 + 0.1 * x.tanh()).prod().clamp(0, 2),
+    "prod-with-zeros": lambda m, x, y: x + 0.1 * y.clamp(0, 2).prod(0).tanh(),
+    "filled": lambda m, x, y: x.masked_fill(y.detach() > 0.5, m.linear.bias[0]),
+    "filled-rows_": lambda m, x, y: x.masked_fill_(y.detach()[:, :1] > 0.5, m.norm.bias.sum()),
 }
 IN_PLACE = frozenset(name for name in APPLY if name.endswith("_") and name != "no_grad") | {"mul_-tensor"}
 Head = Callable[["DrawnModel", Tensor, Tensor], Tensor]  #: of the last value, and targets of which some are -100
@@ -210,6 +215,7 @@ HEADS: dict[str, Head] = {
     "wide": lambda m, x, t: F.cross_entropy(m.head(x).double(), t).float(),
     "z": lambda m, x, t: F.cross_entropy(z := m.head(x), t) + 1e-2 * z.logsumexp(1).square().mean(),
     "weighted": lambda m, x, t: (F.cross_entropy(m.head(x), t, reduction="none") * x.detach()[:, 0].sigmoid()).mean(),
+    "weighted, smoothed": lambda m, x, t: F.cross_entropy(m.head(x), t, weight=m.weights, label_smoothing=0.1),
     "tied": lambda m, x, t: F.cross_entropy(F.linear(m.norm(x), m.words.weight), t.clamp(max=6)),
 }
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -234,6 +240,7 @@ class DrawnModel(nn.Module):
         self.twin, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
         self.twin.weight = self.linear.weight
         self.register_buffer("average", torch.zeros(1))
+        self.register_buffer("weights", torch.linspace(0.5, 1.5, CLASSES))
         self.recipe = recipe
 
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

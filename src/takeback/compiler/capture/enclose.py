@@ -53,8 +53,9 @@ class Enclosed:
         return before - sum(each < before for each in self.removed)
 
 
-def enclosed(ops: Sequence[Op], made_at: Collection[int]) -> Enclosed:
-    """`made_at`: where a value was made whose shape depends on the data."""
+def enclosed(ops: Sequence[Op], made_at: Collection[int], *, spent: Collection[int] = ()) -> Enclosed:
+    """`made_at`: where a value was made whose shape depends on the data. `spent`: ops that go, too, unless another one
+    reads what they give."""
     kept: dict[int, Op] = dict(enumerate(ops))
     gone: set[BufferId] = set()
     for position in made_at:
@@ -75,8 +76,19 @@ def enclosed(ops: Sequence[Op], made_at: Collection[int]) -> Enclosed:
         )
         del kept[sums[0]]
         gone.add(result.buffer)
+    _leave_out_(kept, gone, spent)
     removed = tuple(i for i in range(len(ops)) if i not in kept)
     return Enclosed([kept[i] for i in sorted(kept)], frozenset(gone), removed)
+
+
+def _leave_out_(kept: dict[int, Op], gone: set[BufferId], spent: Collection[int]) -> None:
+    """Takes out what nobody reads, from the last op to the first."""
+    for position in sorted(spent, reverse=True):
+        given = {r.buffer for r in kept[position].outputs}
+        read = {r.buffer for i, op in kept.items() if i != position for r in op.inputs}
+        if not given & read:
+            gone |= given
+            del kept[position]
 
 
 def _adds_up(op: Op, value: Region, made: Op) -> bool:

@@ -73,6 +73,7 @@ def _faked(subject: Subject, batch: tuple[Any, dict[str, Any]], got: Capture) ->
                 accumulate=subject.accumulate,
                 clip_norm=subject.clip_norm,
                 updates=subject.updates,
+                exact=subject.exact,
             )
             return capture(fake, args, kwargs, real=False, answers=answers)
     except CaptureError:

@@ -34,6 +34,7 @@ from takeback.compiler.capture.derived import (
 )
 from takeback.compiler.capture.drawers import Drawer, Learner
 from takeback.compiler.capture.drawn import Calls
+from takeback.compiler.capture.eager_forms import EagerProducts
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -463,12 +464,14 @@ def _attempt(
             modules={id(module): path for path, module in subject.model.named_modules()},
             answers=how.answers,
             took_=how.took_,
+            exact=subject.exact,
         )
         on_abort(recorder.rewind_)
         try:
             reads = Reads(recorder) if real else contextlib.nullcontext()
+            products = EagerProducts() if subject.exact else contextlib.nullcontext()
             wires = tripwires(own, follows_numpy=bool(drawers))
-            with wires, torch.enable_grad(), onlooker, reads, calls.of(recorder), traced(numbers) as trace:
+            with wires, torch.enable_grad(), onlooker, reads, products, calls.of(recorder), traced(numbers) as trace:
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:

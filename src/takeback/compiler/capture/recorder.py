@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
+from takeback.compiler.capture.eager_forms import PickedSums
 from takeback.compiler.capture.enclose import enclosed
 from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.modes import be_on_dispatch_stack_
@@ -44,6 +45,7 @@ from takeback.errors import CaptureError
 
 aten = torch.ops.aten
 _BACKWARD = os.path.join("capture", "record_step.py")  # which has called autograd
+_CROSS_ENTROPY = torch.nn.functional.cross_entropy.__code__
 
 MOST_HELD_ELEMENTS = 1 << 16
 """Values that C++ read are compared in each replay: lengths, offsets, sizes. More than this is data."""
@@ -70,10 +72,12 @@ class Recorder(TorchDispatchMode):
         modules: Mapping[int, str] | None = None,
         answers: Sequence[Op] = (),
         took_: Callable[[int], None] | None = None,
+        exact: bool = True,
     ) -> None:
         """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code.
         `modules`: the paths of the model's modules, by id. `answers`: of a step that is not real, the ops that read a
-        value into Python when it was, in order. `took_` is told how many bytes each op has made."""
+        value into Python when it was, in order. `took_` is told how many bytes each op has made.
+        `exact`: what torch computes another way while it is recorded becomes what eager computes."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
@@ -88,6 +92,7 @@ class Recorder(TorchDispatchMode):
         self._answers = iter(answers)
         self._took_ = took_
         self._by_mask: list[int] = []
+        self._sums = PickedSums(self._is_autograds_own, _is_in_cross_entropy) if exact else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     def __exit__(self, *error: Any) -> None:
@@ -153,6 +158,9 @@ class Recorder(TorchDispatchMode):
         facts, table = facts_of(func), self.table
         if facts.moves_no_bytes:
             return func(*args, **kwargs)  # later regions show what it did
+        if self._sums is not None:
+            func, args = self._sums.instead(func, args)
+            facts = facts_of(func)
         position = len(self.ops)
         site = self._sites.here()
         if facts.dynamic and not (self._real and self.phase is not Phase.UPDATE and may_hold_shape(func)):
@@ -214,12 +222,18 @@ class Recorder(TorchDispatchMode):
             )
             if func is aten.index.Tensor and self._is_by_mask():
                 self._by_mask.append(position)
+        if self._sums is not None:
+            self._sums.ran_(func, args, out, position)
         return out
 
     def _is_by_mask(self) -> bool:
         """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many
         they are."""
-        if torch._C._current_autograd_node() is None or not self.ops[-1].has_data_in_shape:  # checked on 2.11 and 2.13
+        return self.ops[-1].has_data_in_shape and self._is_autograds_own()
+
+    def _is_autograds_own(self) -> bool:
+        """Whether autograd runs an op just now by itself, in no code of anybody's."""
+        if torch._C._current_autograd_node() is None:  # checked on 2.11 and 2.13
             return False
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not frame.f_code.co_filename.endswith(_BACKWARD):
@@ -357,7 +371,8 @@ class Recorder(TorchDispatchMode):
         addressed = attach_scratch(self.ops, table.address, events)
         woven = self._random.weave(addressed) if self._random is not None else addressed
         shift = _positions(addressed, woven)
-        whole = enclosed(woven, [shift(position) for position in self._by_mask])
+        spent = self._sums.spent if self._sums is not None else ()
+        whole = enclosed(woven, [shift(p) for p in self._by_mask], spent=[shift(p) for p in spent])
         return Program(
             tuple(whole.ops),
             dict(table.buffers),
@@ -369,6 +384,16 @@ class Recorder(TorchDispatchMode):
             grad_norm,
             eager_death={b: whole.position(shift(p)) for b, p in table.death.items() if b not in whole.gone},
         )
+
+
+def _is_in_cross_entropy() -> bool:
+    """Whether torch's cross-entropy runs an op just now by itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CROSS_ENTROPY:
+        if origin_of_file(frame.f_code.co_filename) == "user":
+            return False
+        frame = frame.f_back
+    return frame is not None
 
 
 def _has_lazy(values: Iterable[Any]) -> bool:

@@ -39,6 +39,7 @@ class Subject:
     derived: tuple[Derived, ...] = ()
     updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
     drawers: Drawers = field(default_factory=Drawers)  #: functions that a replay calls anew; recordings add to them
+    exact: bool = True  #: a recording is to have eager's bits, also where torch computes otherwise while it is recorded
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -153,6 +154,7 @@ def build(
     scaling: Scaling | None = None,
     updates: bool = True,
     drawers: Drawers | None = None,
+    exact: bool = True,
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
@@ -209,6 +211,7 @@ def build(
         derived,
         updates,
         drawers if drawers is not None else Drawers(),
+        exact,
     )
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from takeback.compiler.capture.drawn import DRAWN
+from takeback.compiler.capture.eager_forms import PICKED_SUMS
 from takeback.compiler.capture.enclose import SUM_OF_INDEXED
 from takeback.compiler.program import Cluster, Number, Op, Phase, Program, Special
 from takeback.compiler.run.allocator_code import Compute
@@ -79,7 +80,7 @@ def why_not_captured(program: Program, computed: Sequence[Op]) -> str | None:
             return f"{op.name} is an operator of somebody else's, which may do more than launch kernels"
         if op.target is DRAWN:
             return f"{op.args[1]} is called in each step, to draw from numpy.random"
-        if op.target is SUM_OF_INDEXED:
+        if op.target in (SUM_OF_INDEXED, *PICKED_SUMS):
             return "the host counts the rows that a mask picks"
         if op.expected is not None:
             return f"{op.name} reads a value into Python"

@@ -128,6 +128,7 @@ class PlanMaker:
             scaling=self.scaling,
             updates=updates,
             drawers=self.drawers,
+            exact=not self.fast,
         )
 
     def recorded(

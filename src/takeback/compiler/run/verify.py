@@ -262,7 +262,8 @@ def prove_recording(
     `unclipped`: its gradients as they were before they were clipped, for whoever has to average them first. If it
     raises, what the step has written is for the caller to take back.
 
-    torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way.
+    torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way:
+    eager_forms.py has those that are known, and this finds others.
     """
     names = [name for name, _ in recipe.model.named_parameters()]
     raw: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -298,9 +299,8 @@ def prove_recording(
         raise CaptureError(
             f"the step gives other bits each time it runs, or when it is recorded: {', '.join(different[:3])}. Nothing "
             f"has been changed. {nondeterminism(got.program, seen=seen)}A step whose results depend on more than its "
-            f"inputs (Python state, a clock) cannot be replayed; and torch computes a few gradients another way while "
-            f"it is recorded (prod, cross_entropy with weight and label_smoothing), where mode 'exact' could not keep "
-            f"eager's bits."
+            f"inputs (Python state, a clock), or that computes otherwise while a dispatch mode looks on, cannot be "
+            f"replayed."
         )
     for p, grad in raw.items():
         p.grad = grad

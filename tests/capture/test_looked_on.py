@@ -1,0 +1,103 @@
+"""What torch computes another way while a dispatch mode looks on is known to eager_forms.py: nothing else is found."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+KNOWN = {"prod", "masked.prod", "masked_fill"}  #: of torch's table of ops; of losses there is cross_entropy, too
+TRIES = 4  #: of each sample, on other values: a difference is one of rounding, which chance may hide
+
+
+class Looking(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def samples_of_torch() -> Sequence[Any]:
+    """Torch's table of ops, which takes seconds to import: not while tests are collected."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float32, "cpu")]
+
+
+def bits(results: Iterable[Any]) -> tuple[bytes, ...]:
+    plain = (t for t in results if isinstance(t, torch.Tensor) and t.layout is torch.strided)
+    return tuple(t.detach().resolve_conj().resolve_neg().contiguous().view(-1).numpy().tobytes() for t in plain)
+
+
+def run(op: Any, inputs: Any) -> tuple[bytes, ...] | None:
+    """What it gives, and the gradients; None if it does not run."""
+    torch.manual_seed(1)
+    first, args, kwargs = mine = tree_map_only(torch.Tensor, own, inputs)
+    try:
+        outs = tree_leaves(op(first, *args, **kwargs))
+        ends = [t for t in outs if isinstance(t, torch.Tensor) and t.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.full_like(t, 0.7) for t in ends])
+        return bits(outs) + bits(t.grad for t in tree_leaves(mine) if isinstance(t, torch.Tensor))
+    except Exception:
+        return None
+
+
+def own(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+def looked_on(op: Any, inputs: Any) -> tuple[bytes, ...] | None:
+    with Looking():
+        return run(op, inputs)
+
+
+def differs(op: Any, inputs: Any) -> bool:
+    """Whether it never has the same bits while a mode looks on. Those of LAPACK depend on where operands lie, too.
+    Where torch refuses a loss (of complex eigenvectors' phase), it does so unseen only."""
+    plain = run(op, inputs)
+    if plain is None or plain == looked_on(op, inputs):
+        return False
+    unseen, seen = ({each(op, inputs) for _ in range(8)} for each in (run, looked_on))
+    return unseen.isdisjoint(seen)
+
+
+def search(ops: Iterable[Any], most: int) -> tuple[set[str], int]:
+    """The names of those that differ, and how many samples were tried."""
+    found, tried = set(), 0
+    for op in ops:
+        torch.manual_seed(0)
+        samples = op.sample_inputs_func(op, "cpu", torch.float32, True)  # sample_inputs looks at pytest's whole stack
+        for sample, turn in itertools.product(itertools.islice(samples, most), range(TRIES)):
+
+            def moved(t: torch.Tensor, turn: int = turn) -> torch.Tensor:
+                changes = t.is_floating_point() and t.layout is torch.strided
+                return (t.detach() * (1 - 0.03 * turn)).requires_grad_(t.requires_grad) if changes else t
+
+            inputs = tree_map_only(torch.Tensor, moved, (sample.input, tuple(sample.args), dict(sample.kwargs)))
+            tried += 1
+            if differs(op, inputs):
+                found.add(op.name)
+                break
+    return found, tried
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_no_other_op_of_torchs_has_other_bits_while_a_mode_looks_on() -> None:
+    found, tried = search(samples_of_torch(), most=24)
+    assert {"prod", "masked_fill"} <= found <= KNOWN
+    assert tried > 10_000
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.filterwarnings("ignore")
+def test_few_ops_of_torchs_have_other_bits_while_a_mode_looks_on() -> None:
+    some = (op for i, op in enumerate(samples_of_torch()) if i % 12 == 0 or op.name in ("prod", "masked_fill"))
+    found, tried = search(some, most=8)
+    assert found == {"prod", "masked_fill"}
+    assert tried > 500
