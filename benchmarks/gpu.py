@@ -215,7 +215,17 @@ def use_cache_(arguments: argparse.Namespace) -> str:
     ):
         (folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         os.environ[variable] = str(folder / name)
+    keep_bytecode_()
     return state
+
+
+def keep_bytecode_() -> None:
+    """Where packages are installed by pip, they are compiled once. An image may come without that, and forbid to write
+    it: each process would compile all that it imports. It is no part of a cache that a row is to find empty."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(tempfile.gettempdir()) / "gpu-benchmark-bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 
 def marker_of(arguments: argparse.Namespace) -> Path:

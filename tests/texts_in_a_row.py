@@ -83,7 +83,8 @@ class Reader(nn.Module):
         self.embed, self.qkv, self.out = nn.Embedding(50, 16), nn.Linear(16, 48), nn.Linear(16, 50)
 
     def forward(self, tokens: Tensor, places: Tensor, ends: Tensor, longest: int) -> Tensor:
-        x = self.embed(tokens) + places[:, None].float().sin()
+        x = self.embed(tokens)
+        x = x + places[:, None].float().sin().to(x.dtype)
         q, k, v = (each.unflatten(-1, (2, 8)) for each in self.qkv(x).chunk(3, -1))
         result: Tensor = self.out(varlen.varlen_attn(q, k, v, ends, ends, longest, longest, **CAUSAL).flatten(1))
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 from harness import Case, sgd, train_both
+from takeback.compiler.capture import eager_forms, recorder
 from takeback.compiler.capture.eager_forms import PICKED_SUMS, SUM_OF_GATHERED, SUM_OF_MASKED
 from takeback.compiler.run.cuda_graph import why_not_captured
 
@@ -193,7 +195,17 @@ def of_a_number(model: Model, h: Tensor) -> Tensor:
     return h * model.value.prod() * model.value.prod(0)
 
 
+def running(model: Model, h: Tensor) -> Tensor:
+    return h * (1 + 0.1 * h).cumprod(1) * torch.cumprod(1 + 0.1 * h, dim=0)
+
+
+def running_in_double(model: Model, h: Tensor) -> Tensor:
+    return h * (1 + 0.1 * h).t().cumprod(-1, dtype=torch.float64).t().float()
+
+
 PRODUCTS = (
+    running,
+    running_in_double,
     whole,
     of_rows,
     of_columns,
@@ -265,6 +277,39 @@ def test_product_that_torch_refuses_is_refused_by_torch() -> None:
     step = tb.compile_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(IndexError, match="Dimension out of range"):
         step(*draw(0))
+
+
+def as_in_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (eager_forms, recorder):
+        monkeypatch.setattr(module, "running_products_differ", lambda: True)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradient_of_a_running_product_is_one(dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_in_torch_2_11(monkeypatch)
+    x = torch.rand(3, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)).add(0.5).requires_grad_()
+    with eager_forms.EagerProducts():
+        out = x.cumprod(dim)
+        assert type(out.grad_fn).__name__ == "_RunningProductBackward"
+        assert torch.autograd.gradcheck(lambda x: x.cumprod(dim), x)
+        assert torch.autograd.gradgradcheck(lambda x: x.cumprod(dim), x)
+
+
+@pytest.mark.parametrize("kind", ["zeros", "vander", "in place"])
+def test_running_product_whose_way_is_not_known_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(model: Model, h: Tensor) -> Tensor:
+        if kind == "zeros":
+            return h + (h * (h > 0)).cumprod(1)
+        return h + (torch.linalg.vander(h[0], N=8)[:7] if kind == "vander" else (h * 1).cumprod_(1))
+
+    as_in_torch_2_11(monkeypatch)
+    model = Model(run)
+    before = copy.deepcopy(model.state_dict())
+    step = tb.compile_step(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(tb.CaptureError, match=r"gradient of cumprod.*Use torch 2.13"):
+        step(*draw(0))
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
 # -- a weighted cross-entropy with label smoothing ---------------------------------------------------------------------

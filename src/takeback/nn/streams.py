@@ -7,6 +7,7 @@ which stream. But it deals streams out of pools in turn: if the next one is not 
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import torch
@@ -37,7 +38,7 @@ def forget() -> None:
     """Believe that nobody has taken a stream so far. For tests, which know it."""
     with _lock:
         _answers.clear()
-        for key in list(_next):
+        for key in itertools.product(range(torch.cuda.device_count()), _PRIORITIES):
             _next[key] = (_in_turn(*key) + 1) % _POOL
 
 

@@ -2,22 +2,27 @@
 depends on data. A recorded step is to be eager's, so here is the form that eager has.
 
 Of a product's gradient (`EagerProducts`), the way that eager takes depends on whether there are zeros, which is read
-into Python, as eager reads it into C++. Of two sums over what a mask picks (`PickedSums`), each is one op, whose kernel
-makes eager's calls; with the values' number inside of it, no plan has to hold that. tests/capture/test_looked_on.py
-tries every operator of torch's samples with a mode that only looks on, and would find another one.
+into Python, as eager reads it into C++; so it is with running products in torch 2.11, whose way where there are zeros
+is refused. Of two sums over what a mask picks (`PickedSums`), each is one op, whose kernel makes eager's calls; with
+the values' number inside of it, no plan has to hold that. tests/capture/test_looked_on.py tries every operator of
+torch's samples with a mode that only looks on, and would find another one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from takeback.compiler.capture.modes import be_on_function_stack_
 from takeback.engine import transformed
+from takeback.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -66,11 +71,16 @@ class EagerProducts(TorchFunctionMode):
         if func in _PRODUCTS and torch.is_grad_enabled() and not transformed():
             call = _of(*args, **kwargs)
             if call is not None:
-                return _Product.apply(*call)
+                return _WholeProduct.apply(*call)
+        elif func in _RUNNING and running_products_differ() and torch.is_grad_enabled() and not transformed():
+            running = _of_running(*args, **kwargs)
+            if running is not None:
+                return _RunningProduct.apply(*running)
         return func(*args, **kwargs)
 
 
 _PRODUCTS = (torch.prod, torch.Tensor.prod)
+_RUNNING = (torch.cumprod, torch.Tensor.cumprod)
 
 
 def _of(
@@ -89,7 +99,7 @@ def _of(
     return (input, dim, keepdim, dtype) if dim is None or type(dim) is int else None
 
 
-class _Product(torch.autograd.Function):
+class _WholeProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
@@ -128,6 +138,70 @@ def _of_the_others(grad: torch.Tensor, input: torch.Tensor, dim: int) -> torch.T
     before = torch.cat([one, input.narrow(dim, 0, size - 1)], dim).cumprod(dim)
     behind = torch.cat([one, input.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
     return grad * (before * behind).conj()
+
+
+@functools.cache
+def running_products_differ() -> bool:
+    """Whether this torch takes another way to the gradient of cumprod while a mode looks on: 2.11 does, in which the
+    longer way multiplies row after row; 2.13 scatters, whoever looks. Asked first where no backward runs."""
+    seen: set[Any] = set()
+
+    class Onlooking(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    with _disable_current_modes(), torch.enable_grad(), DisableTorchFunction():
+        x = torch.ones(3, device="cpu", requires_grad=True)
+        with Onlooking():
+            torch.autograd.grad(x.cumprod(0).sum(), x)
+    return aten.scatter_.value not in seen
+
+
+def refuse_running_product(func: Any) -> None:
+    """Before each op of a recording that is to have eager's bits, where they differ: `cumprod` in no call of Python's,
+    as `linalg.vander` has it, and `cumprod_`."""
+    if func is not aten.eq.Scalar:
+        return
+    node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13
+    if node is not None and node.name() == "CumprodBackward0":
+        raise CaptureError(_REFUSED_RUNNING.format(torch.__version__, "inside of another function, or in place"))
+
+
+_REFUSED_RUNNING = (
+    "torch {} computes the gradient of cumprod another way while it is recorded, {}, and would not have eager's bits. "
+    "Nothing has been changed. Use torch 2.13 or later, mode='fast', or unplanned='eager'."
+)
+
+
+def _of_running(
+    input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **other: Any
+) -> tuple[torch.Tensor, int, torch.dtype | None] | None:
+    """As `_of`, of a running product."""
+    plain = type(input) is torch.Tensor or type(input) is torch.nn.Parameter
+    if other or not plain or type(dim) is not int or not input.requires_grad or not input.dim():
+        return None
+    trivial = input.numel() < 2 or not -input.dim() <= dim < input.dim() or input.shape[dim] == 1
+    return None if trivial else (input, dim, dtype)
+
+
+class _RunningProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
+        result = input.cumprod(dim, dtype=dtype)
+        ctx.save_for_backward(input, result)
+        ctx.dim = dim
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        input, result = ctx.saved_tensors
+        share = result.conj() * grad.to(input.dtype)
+        if (input == 0).any():
+            raise CaptureError(_REFUSED_RUNNING.format(torch.__version__, "where there are zeros"))
+        return share.flip(ctx.dim).cumsum(ctx.dim).flip(ctx.dim).div(input.conj()), None, None
 
 
 # -- sums of what a mask picks -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
-from takeback.compiler.capture.eager_forms import PickedSums
+from takeback.compiler.capture.eager_forms import PickedSums, refuse_running_product, running_products_differ
 from takeback.compiler.capture.enclose import enclosed
 from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.modes import be_on_dispatch_stack_
@@ -93,6 +93,7 @@ class Recorder(TorchDispatchMode):
         self._took_ = took_
         self._by_mask: list[int] = []
         self._sums = PickedSums(self._is_autograds_own, _is_in_cross_entropy) if exact else None
+        self._refuses_running = exact and running_products_differ()
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     def __exit__(self, *error: Any) -> None:
@@ -158,6 +159,8 @@ class Recorder(TorchDispatchMode):
         facts, table = facts_of(func), self.table
         if facts.moves_no_bytes:
             return func(*args, **kwargs)  # later regions show what it did
+        if self._refuses_running:
+            refuse_running_product(func)
         if self._sums is not None:
             func, args = self._sums.instead(func, args)
             facts = facts_of(func)
