@@ -81,6 +81,7 @@ def predicted(model: str, systems: list[str], *, tiny: bool, gpu: str) -> Iterat
             "step_ms": None if mode == "eager" else round((report.step_s + report.added_s) * 1e3, 2),
             "took_s": round(time.perf_counter() - start, 1),
             "code": _commit(),
+            "transformers": about("cpu").get("transformers"),  # whose models are other programs in other versions
             **(_inside(report) if system == "exact@auto" else {}),
         }
 
