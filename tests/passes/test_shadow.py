@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from drawn_programs import recorded
 from torch import Tensor, nn
 
+import takeback as tb
 from takeback.compiler.explain.frontier import find_frontier
 from takeback.compiler.form import check_form
 from takeback.compiler.ownership.lifetimes import lifetimes
@@ -274,6 +275,29 @@ def test_what_was_made_of_a_buffer_that_the_forward_wrote_since_is_kept() -> Non
     torch.manual_seed(0)
     model = nn.Sequential(Drifting(), Drifting(), Drifting())
     before = until(recorded(model, lambda m, x: m(x).square().mean(), torch.randn(64, 8)), shadow)
+    checked(before, shadow(before))
+
+
+class Scaled(nn.Module):
+    """An activation is made of the batch, and of one number that is no cluster's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        z = y * self.first(x).prod().clamp(0, 2)
+        return self.last(torch.sigmoid(self.second(z)) * y)
+
+
+def test_what_a_later_microbatch_makes_does_not_come_out_of_an_earlier_ones_backward() -> None:
+    """Both read the same batch. Found by random programs."""
+    torch.manual_seed(0)
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tb.compile_step(model, lambda m, *batch: m(*batch).square().mean(), optimizer, accumulate=2, memory="keep")
+    step(torch.randn(64, 8), torch.randn(64, 32))
+    before = until(step._plans[0].original, shadow)
     checked(before, shadow(before))
 
 

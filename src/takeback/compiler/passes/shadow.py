@@ -94,6 +94,7 @@ class _Shadows:
         self._ops = list(draft.program.ops)
         self._fixed = fixed_buffers(draft) | {r.buffer for _, r in draft.program.named_regions()}
         self._maker: dict[BufferId, Op] = {}
+        self._made_at: dict[BufferId, int] = {}
         self._read_by: dict[BufferId, list[Op]] = {}  # of what the forward reads and makes: who made something of it
         self._note_makers_()
         sizes = [b.size_bytes for b in self._buffers.values() if not b.role.borrowed]
@@ -126,13 +127,12 @@ class _Shadows:
 
     def _note_makers_(self) -> None:
         """Of the ops as they are now: in a later microbatch, the forward reads what an earlier backward makes."""
-        self._maker = {
-            r.buffer: op
-            for op in self._ops
-            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD
-            for r in op.outputs
-            if r.buffer not in op.mutates
-        }
+        self._maker, self._made_at = {}, {}
+        for position, op in enumerate(self._ops):
+            if isinstance(op.target, Cluster) and op.phase is Phase.FORWARD:
+                made = [r.buffer for r in op.outputs if r.buffer not in op.mutates]
+                self._maker |= dict.fromkeys(made, op)
+                self._made_at |= dict.fromkeys(made, position)
         self._read_by = {}
         for op in {id(op): op for op in self._maker.values()}.values():
             for r in (*op.inputs, *op.outputs):
@@ -159,10 +159,10 @@ class _Shadows:
         return again if all(b in read and b != z for b in large) else None
 
     def _may_wait(self, position: int, z: BufferId) -> bool:
-        """Whether z is read in the backward, and by nobody long before this. Asked first: to find out how it could be
-        made again takes a thousand times as long."""
+        """Whether z is there already, of this microbatch or an earlier one, and is read in the backward, by nobody long
+        before this. Asked first: to find out how it could be made again takes a thousand times as long."""
         readers = self._readers().get(z)
-        return readers is not None and readers[0] >= position - NEAR
+        return self._made_at[z] < position and readers is not None and readers[0] >= position - NEAR
 
     def _readers(self) -> dict[BufferId, list[int]]:
         """Who reads what in the backward, in order."""
