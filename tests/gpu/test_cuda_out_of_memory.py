@@ -153,6 +153,7 @@ def test_no_room_to_measure_the_machine_takes_its_rates_from_the_table(
     def measure(*given: Any) -> None:
         raise torch.OutOfMemoryError(WORDS)
 
+    monkeypatch.setattr(calibrate, "rates_of", lambda name: None)
     monkeypatch.setattr(calibrate, "_read", lambda text: None)
     monkeypatch.setattr(calibrate, "measure", measure)
     monkeypatch.setattr(calibrate, "keep_", lambda *given: pytest.fail("the table was kept for the next process"))

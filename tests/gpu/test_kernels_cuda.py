@@ -79,6 +79,6 @@ def test_kernels_are_generated_and_found_by_another_process(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("kernels_for_all_lengths", "whole_head")
 def test_one_kernel_serves_lengths_that_had_no_part_in_it() -> None:
-    step = trained((128, 64, 96, 64, 96, 64, 96, 80, 80, 80, 112, 112, 112), max_plans=8)
+    step = trained((128, 64, 96, 64, 96, 64, 96, 80, 80, 80, 112, 112, 112, 128, 128), max_plans=8)
     assert len(step._plans) == 5
     assert notes(step) == [[]] * 5

@@ -237,6 +237,20 @@ def test_busy_second_half_is_seen_by_the_real_experiments(monkeypatch: pytest.Mo
     assert calibrate.measure("cpu", [torch.float32]).source == "table"
 
 
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H200 MIG 1g.18gb", "NVIDIA H100 80GB HBM3"])
+def test_gpu_that_is_known_is_not_measured(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(calibrate, "measure", lambda *given: asked.append(name) or KNOWN)
+    calibrate._rates.cache_clear()
+    found = calibrate.rates("cuda", SINGLE, open_cache(tmp_path))
+    calibrate._rates.cache_clear()
+    if name == "NVIDIA H200":
+        assert replace(found, source="table") == table_rates("cuda", name, 1)
+        assert not calibrate.OpCost(found).notes
+    assert bool(asked) is (name != "NVIDIA H200")
+
+
 def test_table_knows_the_gpu_it_was_measured_on_and_scales_a_cpu_by_its_threads() -> None:
     known, other = table_rates("cuda", "NVIDIA H200", 1), table_rates("cuda", "NVIDIA Something", 1)
     assert known.bytes_per_s > other.bytes_per_s

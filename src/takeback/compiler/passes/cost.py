@@ -46,7 +46,8 @@ class Rates:
     flops_per_s: Mapping[str, float] = field(default_factory=dict)  #: of a matrix product, by dtype
     convolution: float = 1.0  #: operations a second of a convolution, relative to a matrix product's
     attention: float = 1.0  #: of a fused attention
-    source: Literal["measured", "table"] = "measured"  #: the table where measuring was not steady
+    #: the table where measuring was not steady; "known" are those of a GPU by its name
+    source: Literal["measured", "table", "known"] = "measured"
 
     def product(self, dtype: torch.dtype) -> float:
         name = str(dtype).removeprefix("torch.")

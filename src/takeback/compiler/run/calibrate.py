@@ -1,4 +1,5 @@
 """Finds what this machine does in a second, once: less than a second of small experiments, kept in the cache directory.
+A GPU that is known by name is not measured.
 
 The rates decide what is worth rebuilding, so they need to be right within tens of percents, not exact. They are
 measured twice over; where the two halves disagree the machine is busy, and the table's row for it is taken instead
@@ -21,7 +22,7 @@ import torch
 from takeback.cache import Cache
 from takeback.compiler.passes.cost import Rates, seconds
 from takeback.compiler.program import Op, Program
-from takeback.compiler.run.rate_table import table_rates
+from takeback.compiler.run.rate_table import rates_of, table_rates
 from takeback.compiler.run.room import is_out_of_memory
 from takeback.options import open_cache
 
@@ -37,8 +38,9 @@ _STEADY = 1.3  #: two halves of the turns that differ by more than this factor w
 
 
 def rates(device: str, dtypes: frozenset[torch.dtype], cache: Cache) -> Rates:
-    """The rates of a device, products in `dtypes` included: from the cache, else measured and kept there."""
-    return _rates(device, dtypes, cache, torch.get_num_threads())
+    """The rates of a device, products in `dtypes` included: a known GPU's, or the cache's, else measured and kept."""
+    known = rates_of(torch.cuda.get_device_name()) if device == "cuda" else None
+    return known or _rates(device, dtypes, cache, torch.get_num_threads())
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class OpCost:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return () if self.rates.source == "measured" else (_TABLE,)
+        return (_TABLE,) if self.rates.source == "table" else ()
 
 
 _TABLE = (

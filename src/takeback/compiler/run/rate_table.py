@@ -1,4 +1,5 @@
-"""What machines do in a second, as a small table: for where measuring it is not steady, so that plans repeat.
+"""What machines do in a second, as a small table: of GPUs that are known by name, which are alike, and for where
+measuring is not steady, so that plans repeat.
 
 What counts for a plan is how the rates compare with one another, within tens of percents.
 """
@@ -24,7 +25,8 @@ _CPU_THREAD = Rates(
 )
 _MEMORY_THREADS = 8  #: more threads hardly move more bytes: 7.5e10 a second with 8 of that Xeon's, 1.0e11 with 16
 
-#: An NVIDIA H200 with torch 2.11 (CUDA 13): the median of three runs of run/calibrate.py; they agreed within 6 percent.
+#: An NVIDIA H200 with torch 2.11 (CUDA 13): the median of three runs of run/calibrate.py; they agreed within 6 percent,
+#: which is enough for another choice: what "auto" gave a ResNet-50 was 3 percent larger with the rates of another day.
 _H200 = Rates(
     bytes_per_s=3.1e12,
     maths_per_s=3.5e11,
@@ -45,6 +47,13 @@ _OTHER_GPU = Rates(
     attention=0.58,
     source="table",
 )
+
+
+def rates_of(name: str) -> Rates | None:
+    """Of a GPU that is known: what was measured of one holds for all of its name, and predictions are of the same plan.
+    A part of one (MIG) has another name."""
+    row = _GPUS.get(name.removeprefix("NVIDIA "))
+    return replace(row, source="known") if row is not None else None
 
 
 def table_rates(device: str, name: str, threads: int) -> Rates:
