@@ -12,11 +12,14 @@ def test_nothing_grows_and_nothing_drifts_over_some_hundred_steps(monkeypatch: p
     import soak
 
     monkeypatch.setattr(soak, "COMPARED", {"exact": 10, "fast": 10})
-    monkeypatch.setattr(soak, "ROWS", (7, 3, 12, 1))
-    found = soak.soak(400, measurements=12)
+    for name, small in {"SHAPES": 7, "AT_A_TIME": 2, "MOVES": 50, "PLANS": 3}.items():
+        monkeypatch.setattr(soak, name, small)
+    found = soak.soak(500, measurements=12)
     assert found.differences == 0
-    assert found.plans_made == len(soak.ROWS)
-    assert found.replays > 350
+    assert found.plans_made == found.dropped + 3 > 7
+    assert found.plain > 0
+    assert found.replays + found.plans_made + found.plain == 500
+    assert found.replays > 400
     assert found.growth(found.objects) < 20
     assert found.problems == []
 
@@ -27,6 +30,6 @@ def test_drift_and_growth_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rising = list(range(0, 16_000, 1000))
     found = soak.Outcome(16, 1, [float(r) for r in rising], rising, [9] * 16, 9, 1)
-    assert len(found.problems) == 4
+    assert [problem.split()[0] for problem in found.problems] == ["1", "resident", "there", "9"]
     flat = soak.Outcome(16, 0, [1.0] * 16, [1] * 16, [8] * 16, 8, 1)
     assert flat.problems == []
