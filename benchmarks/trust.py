@@ -63,15 +63,16 @@ plan from the cache brings it along; the cache is private to the user, and each 
 
 _SOAK = """## A long training{title}
 
-{steps} steps of a small model with dropout, running statistics and a shared weight, in {shapes} shapes that take turns,
-beside an eager twin. Every loss was compared, and every {every} steps all parameters, buffers and optimizer
-state{how}.
+{steps} steps of a small model with dropout, running statistics and a shared weight, in {shapes} shapes that come
+and go, of which {kept} have a plan at a time, beside an eager twin. Every loss was compared, and every {every} steps
+all parameters, buffers and optimizer state{how}.
 
 | | |
 |---|--:|
 | losses or tensors that differed{by} | {differences} |
-| plans made | {plans_made} |
+| plans made, and dropped for others | {plans_made:,}, {dropped:,} |
 | replays | {replays} |
+| steps without a plan, in eager | {plain:,} |
 | resident memory, from the second quarter to the last | {mib:+.2f} MiB of {resident:.0f} MiB |
 | objects of Python's, from the second quarter to the last | {objects:+,.0f} of {all_objects} |
 
@@ -167,7 +168,8 @@ def _soak(found: dict[str, Any]) -> str:
         resident=found["resident_mib"][-1],
         objects=growth["objects"],
         all_objects=f"{found['objects'][-1]:,}",
-        **{k: found[k] for k in ("shapes", "differences", "plans_made", "date", "minutes")},
+        kept=max(found["plans"]),
+        **{k: found[k] for k in ("shapes", "differences", "plans_made", "dropped", "plain", "date", "minutes")},
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
 
