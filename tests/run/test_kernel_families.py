@@ -4,6 +4,7 @@ guards do; steps take them over, and are eager's within rounding on lengths that
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,15 @@ from torch import Tensor, nn
 import takeback as tb
 from takeback.compiler.program import BufferId, Cluster, Region
 from takeback.compiler.run import kernel_families, kernels, symbolic
-from takeback.compiler.run.cluster_family import ClusterFamily, Expression, family_of, fitted, outline_of
+from takeback.compiler.run.cluster_family import (
+    ClusterFamily,
+    Expression,
+    Ratio,
+    family_of,
+    fitted,
+    fitted_ratio,
+    outline_of,
+)
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import drawn, what_is_wrong
 from takeback.compiler.run.earnings import Earnings
@@ -86,6 +95,20 @@ def test_expression_is_exact_or_there_is_none() -> None:
     assert fitted([8, 18, 50], [2, 3, 5]) == Expression(square=2)
     assert fitted([8, 18, 51], [2, 3, 5]) is None
     assert fitted([1, 2, 3], [2, 4, 6]) is None, "there is no half of a length"
+
+
+def test_ratio_is_exact_or_there_is_none() -> None:
+    """What batch norms divide by: a float alone says which ratio it was rounded from."""
+    bases = [2, 3, 5]
+    places = [3136 * base for base in bases]
+    assert fitted_ratio([1 / n for n in places], bases) == Ratio(Expression(plus=1), Expression(times=3136))
+    assert fitted_ratio([n / (n - 1) for n in places], bases) == Ratio(
+        Expression(times=3136), Expression(times=3136, plus=-1)
+    )
+    assert fitted_ratio([2.0, 1.5, 1.25], bases) == Ratio(Expression(times=1), Expression(times=1, plus=-1))
+    assert fitted_ratio([0.5, 1 / 3, 0.2 + 1e-16], bases) is None
+    assert fitted_ratio([2**0.5, 3**0.5, 5**0.5], bases) is None
+    assert fitted_ratio([float("inf")] * 3, bases) is None
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -182,6 +205,20 @@ def test_steps_of_further_lengths_take_kernels_over_and_stay_near_eager() -> Non
     assert generated["3x12"] == 0.0, "the first one's are compiled for it alone"
 
 
+@pytest.mark.usefixtures("_interpreted")
+def test_batch_norms_over_other_numbers_of_rows_have_one_kernel() -> None:
+    """They divide by the number of rows, and by one less: fractions, which differ with it."""
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = tb.compile_step(model, lambda m, x: m(x).square().mean(), optimizer, mode="fast", max_plans=8)
+    for rows in (12, 7, 9, 7, 9, 7, 9, 30, 30, 30):
+        step(torch.randn(rows, 4))
+    [last] = [plan for plan in step._plans if plan.made_for == "30x4"]
+    norms = [k for k in last.executor.kernels.in_program(last.executor.program) if "batch_norm" in str(k.cluster)]
+    assert norms
+    assert [k.note for k in norms] == [None] * len(norms)
+
+
 def test_kernel_is_not_used_where_its_guards_do_not_hold() -> None:
     called: list[int] = []
     kernel = SymbolicKernel(Generated(lambda given: called.append(given[0]), "2 <= L['t0'] and L['t0'] <= 512"))
@@ -253,6 +290,41 @@ def test_no_more_than_the_latest_clusters_of_an_outline_are_held() -> None:
     assert list(relatives.clusters) == [cluster_of(length).key for length in range(32, 40)]
 
 
+def test_lengths_that_never_come_again_do_not_each_bring_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no kernel serves them all. What a process has loaded it never gives back."""
+    compiled: list[str] = []
+
+    def compile_(cluster: Cluster, device: torch.device) -> Callable[..., Any]:
+        compiled.append(cluster.key)
+        return eagerly(cluster)
+
+    def fails(*asked: object) -> SymbolicKernel:
+        raise NotCompiled("its graphs differ")
+
+    monkeypatch.setattr(kernel_families, "compile_family", fails)
+    monkeypatch.setattr(kernel_families, "_MOST_PLANS", 3)
+    monkeypatch.setattr(kernels, "compile_cluster", compile_)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = tb.compile_step(model, lambda m, x: m(x).square().mean(), optimizer, mode="fast", max_plans=8)
+
+    def refused(rows: int) -> set[bool]:
+        [plan] = [plan for plan in step._plans if plan.made_for == f"{rows}x4"]
+        found = plan.executor.kernels.in_program(plan.executor.program)
+        return {kernel.note == kernels.TOO_MANY_SIZES for kernel in found if not kernel.is_for_lists}
+
+    for rows in (12, 7, 9, 7):
+        for _ in range(60):
+            step(torch.randn(rows, 4))
+    assert [refused(rows) for rows in (12, 7, 9)] == [{False}] * 3, "they have theirs, also when they come again"
+    for rows in range(30, 40):
+        for _ in range(60):
+            step(torch.randn(rows, 4))
+    assert True in refused(39)
+    most = max(Counter(map(outline_of, dict.fromkeys(compiled))).values())
+    assert most <= 2 * 3, "a plan has two of an outline at most"
+
+
 def test_lengths_that_the_guards_of_one_kernel_leave_out_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[int] = []
 
@@ -275,7 +347,8 @@ def test_lengths_that_the_guards_of_one_kernel_leave_out_get_another(monkeypatch
 def test_generated_kernels_serve_lengths_that_had_no_part_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compile_cluster", lambda cluster, device: eagerly(cluster))
     step, _ = made(max_plans=8)
-    for length in (12, 7, 9, 7, 9, 31, 31, 31, 5, 5, 5):
+    for length in (12, 7, 9, 7, 9, 7, 9, 31, 31, 31, 5, 5, 5):
         step(batch(length))
-    for plan in step._plans:
+    assert len(step._plans) == 5
+    for plan in (plan for plan in step._plans if plan.made_for != "3x12"):  # the first one's are compiled for it alone
         assert [k.note for k in plan.executor.kernels.in_program(plan.executor.program) if k.note] == []

@@ -8,9 +8,11 @@ not fit has no family.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
@@ -18,6 +20,7 @@ MEMBERS = 3  #: two fix an expression, the third confirms it
 LEAST_BASE = 2  #: sizes of 0 and 1 are another matter
 _NUMBER = re.compile(r"-?0x[0-9a-f.]+p[+-]\d+|\d+")  #: fractions are written in hexadecimals
 _MOST_TRIED = 6  #: the latest members of which three are looked for
+_MOST_BITS = 40  #: of what a fraction divides by: more places than a tensor has
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,34 @@ def fitted(values: Sequence[int], bases: Sequence[int]) -> Expression | None:
         tried.insert(0, Expression(times=times, plus=values[0] - times * bases[0]))
     fits = (e for e in tried if all(e.of(b) == v for v, b in zip(values, bases, strict=True)))
     return next(fits, None)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """What a norm over so many rows divides by."""
+
+    above: Expression
+    below: Expression
+
+    def of(self, base: Any) -> Any:
+        return self.above.of(base) / self.below.of(base)
+
+
+def fitted_ratio(values: Sequence[float], bases: Sequence[int]) -> Ratio | None:
+    """Of a fraction with these values for these bases: each is what its ratio is rounded to."""
+    ratios = [ratio for value in values if (ratio := _simplest(value)) is not None]
+    if len(ratios) < len(values):
+        return None
+    above, below = (fitted(numbers, bases) for numbers in zip(*(r.as_integer_ratio() for r in ratios), strict=True))
+    return None if above is None or below is None else Ratio(above, below)
+
+
+def _simplest(value: float) -> Fraction | None:
+    """With the smallest denominator, about, of all that are rounded to this value."""
+    if not math.isfinite(value):
+        return None
+    tried = (Fraction(value).limit_denominator(1 << bits) for bits in range(1, _MOST_BITS))
+    return next((ratio for ratio in tried if float(ratio) == value), None)
 
 
 @dataclass(frozen=True)

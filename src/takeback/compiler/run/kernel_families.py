@@ -2,7 +2,7 @@
 
 A kernel of a family is compiled once, when three clusters have shown what varies; from then on clusters of the family
 that are new take it at no price, wherever what it takes for granted holds. What cannot be compiled so is noted and not
-tried again.
+tried again. Of clusters that no family serves, so many get a kernel of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ COMPILING_S = 1.0  #: what writing a kernel of a family takes, about; its compil
 KEPT_S = 0.01  #: what it takes to find one of an earlier process
 _MOST_KNOWN = 8  #: clusters of one outline, the latest
 _MOST_KERNELS = 3  #: of one family: what is taken for granted may part short lengths from long ones
+# A process never gives back what it has loaded, and lengths may go on and on.
+_MOST_PLANS = 32  #: for which clusters of one outline get kernels of their own
+_MOST_FAMILIES = 32  #: of one outline, that are compiled or given up
+_MOST_ASKED = 1000  #: bases for which it is remembered whether there is a kernel
 
 
 @dataclass
@@ -31,6 +35,7 @@ class _Relatives:
     clusters: dict[str, Cluster] = field(default_factory=dict)
     kernels: list[tuple[ClusterFamily, SymbolicKernel]] = field(default_factory=list)
     given_up: list[ClusterFamily] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set)  #: hashes of clusters that were given a kernel of their own
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,14 @@ class KernelFamilies:
                 return kernel.at(base)
         return None
 
+    def may_have_its_own_(self, cluster: Cluster, beside: int) -> bool:
+        """Whether a kernel is compiled for this one alone; `beside`: how many of its outline a plan has. Where lengths
+        never come again, each plan would bring some more."""
+        alone = self._relatives[outline_of(cluster.key)].alone
+        if len(alone) < _MOST_PLANS * beside:
+            alone.add(hash(cluster.key))
+        return hash(cluster.key) in alone
+
     def uncompiled(self, clusters: Sequence[Cluster]) -> list[Uncompiled]:
         """Families of these clusters for which a kernel might be compiled."""
         found: dict[str, Uncompiled] = {}
@@ -74,6 +87,7 @@ class KernelFamilies:
                 f for f in (*relatives.given_up, *(f for f, _ in relatives.kernels)) if f.base_of(text) is not None
             ]
             given_up = any(family in relatives.given_up for family in tried) or len(tried) == _MOST_KERNELS
+            given_up = given_up or len(relatives.kernels) + len(relatives.given_up) >= _MOST_FAMILIES
             if len(relatives.clusters) < MEMBERS or given_up or self.kernel_for(cluster) is not None:
                 continue
             seen = family_of([*(other for other in relatives.clusters if other != text), text])
@@ -87,6 +101,8 @@ class KernelFamilies:
 
     def seconds(self, families: Sequence[Uncompiled]) -> float:
         """What it takes to compile them, about."""
+        if len(self._kept) > _MOST_ASKED:
+            self._kept.clear()
         for each in families:
             if (each.family.text, each.base) not in self._kept:  # it takes a while to look
                 kept = is_kept(each.family, each.members, each.base, self._device)

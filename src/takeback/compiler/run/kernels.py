@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
 from takeback.compiler.program import Cluster, Program
+from takeback.compiler.run.cluster_family import outline_of
 from takeback.compiler.run.cluster_ops import eagerly
 from takeback.compiler.run.cluster_proof import drawn, shaped, what_is_wrong
 from takeback.compiler.run.inductor import NotCompiled, compile_cluster, in_a_line, straight, wait_for
@@ -28,6 +30,7 @@ Aside = Callable[[], AbstractContextManager[None]]
 
 _MOST_WITHOUT_ROOM = 50  #: comparisons
 
+TOO_MANY_SIZES = "as many sizes of it have kernels as may have, and no kernel serves them all"
 NOT_COMPILED_YET, NOT_USED_YET = "it has not been compiled yet", "it has not been used yet"
 
 
@@ -159,7 +162,7 @@ class Kernels:
     def compile_(self, program: Program, tell: Told) -> None:
         """Compiles what has not been tried yet of a program's clusters. What fails runs with eager's kernels. The
         source of all is written first, so that their compilers work at the same time."""
-        waiting = self.waiting(program)
+        waiting = self._to_compile_(program)
         written: list[tuple[ClusterKernel, Call, Callable[[], None]]] = []
         with at_once() as afterwards:
             for number, kernel in enumerate(waiting):
@@ -171,6 +174,17 @@ class Kernels:
             with _refusing(kernel):
                 wait_for(wait, self.device)
                 kernel.use_(compiled)
+
+    def _to_compile_(self, program: Program) -> list[ClusterKernel]:
+        """Of those that nobody has tried; the others are refused."""
+        found = []
+        outlines = Counter(outline_of(kernel.cluster.key) for kernel in self.in_program(program))
+        for kernel in self.waiting(program):
+            if self.families.may_have_its_own_(kernel.cluster, outlines[outline_of(kernel.cluster.key)]):
+                found.append(kernel)
+            else:
+                kernel.refuse_(TOO_MANY_SIZES)
+        return found
 
     def take_over_(self, program: Program) -> bool:
         """Kernels of families, for clusters of a program that have none yet; whether there were some."""

@@ -20,7 +20,14 @@ from torch.fx import GraphModule, Node
 
 from takeback.compiler.program import Cluster, Region
 from takeback.compiler.run import kernel_file
-from takeback.compiler.run.cluster_family import LEAST_BASE, ClusterFamily, Expression, fitted
+from takeback.compiler.run.cluster_family import (
+    LEAST_BASE,
+    ClusterFamily,
+    Expression,
+    Ratio,
+    fitted,
+    fitted_ratio,
+)
 from takeback.compiler.run.inductor import (
     Compiled,
     by_itself,
@@ -174,6 +181,8 @@ class _OneGraph:
             return {name: self._merged([value[name] for value in values]) for name in first}
         if isinstance(first, int) and not isinstance(first, bool) and len(set(values)) > 1:
             return _expression(values, self._bases)
+        if isinstance(first, float) and len(set(values)) > 1 and (ratio := fitted_ratio(values, self._bases)):
+            return ratio
         if any(value != first for value in values):
             raise ValueError(f"{list(values)} is no expression of the base")
         return first
@@ -189,7 +198,7 @@ class _NodesValue:
 def _filled(value: Any, base: Any, made: Sequence[Any]) -> Any:
     if isinstance(value, _NodesValue):
         return made[value.number]
-    if isinstance(value, Expression):
+    if isinstance(value, Expression | Ratio):
         return value.of(base)
     if isinstance(value, tuple):
         return tuple(_filled(each, base, made) for each in value)
