@@ -60,6 +60,7 @@ trust: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python tests/mutation/run_mutations.py --json benchmarks/results/mutations.json
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 	$(BIN)/python benchmarks/soak.py --mode fast --steps 20000 --json benchmarks/results/soak-fast.json
+	$(BIN)/python benchmarks/new_lengths.py --json benchmarks/results/new-lengths.json
 	$(BIN)/python $(SAMPLES) --of modules --mode exact --samples 4 --key "modules, exact, auto"
 	$(BIN)/python $(SAMPLES) --of modules --mode exact --samples 4 $(HARD) --key "modules, exact, min"
 	$(BIN)/python $(SAMPLES) --of modules --mode fast --samples 4 $(HARD) --key "modules, fast, min"

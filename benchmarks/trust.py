@@ -84,6 +84,18 @@ _NEAR = (
     "were not that near, and no further from the same steps in double precision than twice what eager was"
 )
 
+_NEW_LENGTHS = """## Lengths that never come again
+
+The same model on batches of 1 to {lengths} rows, {steps} steps of each. Torch keeps something for every shape
+itself, so eager stands beside. In the mean over the second half of the lengths each leaves behind:
+
+| | objects of Python's | resident memory |
+|---|--:|--:|
+{rows}
+
+`benchmarks/new_lengths.py`, {date}, torch {torch}, Python {python}, {device}{commit}.
+"""
+
 _FAULTS = """## What may go wrong around a step
 
 Each fault has its tests, which state what comes of it.
@@ -103,6 +115,7 @@ def page() -> str:
         "interrupts": trust_faults.interrupts,
         "soak": _soak,
         "soak-fast": _soak,
+        "new-lengths": _new_lengths,
         "soak-gpu": _gpu,
         "big-buffers": trust_samples.big,
     }
@@ -175,6 +188,20 @@ def _soak(found: dict[str, Any]) -> str:
         all_objects=f"{found['objects'][-1]:,}",
         kept=max(found["plans"]),
         **{k: found[k] for k in ("shapes", "differences", "plans_made", "dropped", "plain", "date", "minutes")},
+        **{k: found["machine"][k] for k in ("torch", "python", "device")},
+    )
+
+
+def _new_lengths(found: dict[str, Any]) -> str:
+    left = found["left by a length"].items()
+    names = {"eager": "eager", "exact": "takeback, mode exact", "fast": "takeback, mode fast"}
+    rows = [f"| {names[system]} | {one['objects']:.1f} | {one['mib'] * 1024:.0f} KiB |" for system, one in left]
+    return _NEW_LENGTHS.format(
+        lengths=found["lengths"],
+        steps=" or ".join(map(str, sorted(set(found["steps"].values())))),
+        rows="\n".join(rows),
+        date=found["date"],
+        commit=told([found["machine"]]),
         **{k: found["machine"][k] for k in ("torch", "python", "device")},
     )
 

@@ -113,6 +113,14 @@ def test_training_in_mode_fast_neither_drifted_nor_grew() -> None:
     assert found["dropped"] > found["shapes"]
 
 
+def test_lengths_that_never_come_again_leave_no_more_behind_than_in_eager() -> None:
+    left = json.loads((RESULTS / "new-lengths.json").read_text())["left by a length"]
+    assert set(left) == {"eager", "exact", "fast"}
+    for mode in ("exact", "fast"):
+        assert left[mode]["objects"] < 10
+        assert left[mode]["mib"] < left["eager"]["mib"] + 0.03
+
+
 def test_every_fault_that_is_listed_has_its_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RESULTS.parent))
     import trust_faults

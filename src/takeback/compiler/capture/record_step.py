@@ -38,7 +38,7 @@ from takeback.compiler.capture.eager_forms import EagerProducts
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
-from takeback.compiler.capture.modes import modes
+from takeback.compiler.capture.modes import modes, unnoticed
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
@@ -447,6 +447,7 @@ def _attempt(
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
+        stack.enter_context(unnoticed())
         log = stack.enter_context(recording()) if recording is not None else None
         device = next((p.device for p in subject.parameters), torch.device("cpu"))
         own = stack.enter_context(watching(device))

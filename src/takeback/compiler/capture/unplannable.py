@@ -30,6 +30,12 @@ def refuse_unusual(tensor: torch.Tensor, where: Callable[[], str], *, real: bool
             f"a tensor subclass ({type(tensor).__module__}.{type(tensor).__qualname__}) takes part in the step"
             f"{where()}. takeback plans plain tensors only; convert it before the step."
         )
+    if tensor.is_nested:
+        raise CaptureError(
+            f"a nested tensor, whose lengths are data, takes part in the step{where()}. takeback plans plain tensors. "
+            f"nn.TransformerEncoder makes one of a padding mask where nothing needs a gradient: construct it with "
+            f"enable_nested_tensor=False."
+        )
     if tensor.layout is not torch.strided:
         raise CaptureError(
             f"a tensor of layout {tensor.layout} takes part in the step{where()}. takeback plans strided "
