@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from takeback.compiler.capture.eager_forms import running_products_differ
+from takeback.compiler.capture.eager_products import running_products_differ
 
 KNOWN = {"prod", "masked.prod", "masked_fill"}  #: of torch's table of ops; of losses there is cross_entropy, too
 RUNNING = {"cumprod", "masked.cumprod", "linalg.vander"}  #: in torch 2.11
