@@ -508,14 +508,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: rows that the user's backward counts are enclosed",
         "compiler/capture/recorder.py",
-        """            if origin_of_file(frame.f_code.co_filename) == "user":
-                return False
-            frame = frame.f_back
-        return True
-""",
-        """            frame = frame.f_back
-        return True
-""",
+        "return self.ops[-1].has_data_in_shape and own_node() is not None",
+        "return self.ops[-1].has_data_in_shape",
         ("tests/step/test_drawn.py::test_rows_whose_number_the_users_own_backward_sees_are_held",),
     ),
     PlantedFault(
