@@ -508,14 +508,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: rows that the user's backward counts are enclosed",
         "compiler/capture/recorder.py",
-        """            if origin_of_file(frame.f_code.co_filename) == "user":
-                return False
-            frame = frame.f_back
-        return True
-""",
-        """            frame = frame.f_back
-        return True
-""",
+        "return self.ops[-1].has_data_in_shape and own_node() is not None",
+        "return self.ops[-1].has_data_in_shape",
         ("tests/step/test_drawn.py::test_rows_whose_number_the_users_own_backward_sees_are_held",),
     ),
     PlantedFault(
@@ -1533,5 +1527,51 @@ FAULTS: tuple[PlantedFault, ...] = (
         "if isinstance(graph, OutputCode) and _holds(graph, base):",
         "if _holds(graph, base):",
         ("tests/run/test_inductor_folder.py::test_sound_pickle_of_something_else_counts_as_absent",),
+    ),
+    PlantedFault(
+        "capture: the gradient of a product over a dimension is any way that torch takes",
+        "compiler/capture/looked_on.py",
+        '    "ProdBackward1": _PRODUCT,\n',
+        "",
+        ("tests/step/test_eager_products.py::test_product_that_is_not_seen_is_refused[in_vmap]",),
+    ),
+    PlantedFault(
+        "capture: whatever runs while autograd's node does is the node's own",
+        "compiler/capture/looked_on.py",
+        "    if frame.f_code is not _ENGINE:\n        return None\n",
+        "",
+        (
+            "tests/step/test_other_forms.py::test_product_of_the_users_own_inside_of_the_node_is_left_alone",
+            "tests/step/test_other_forms.py::test_gradient_in_a_second_forward_is_not_taken_for_a_second_gradient",
+            "tests/step/test_eager_forms.py::test_sum_of_the_users_own_inside_of_autograds_node_is_left_alone",
+        ),
+    ),
+    PlantedFault(
+        "capture: under torch.func a gradient gets the form of a plain one",
+        "compiler/capture/looked_on.py",
+        "        if frame.f_code is _TRANSFORMED:\n            return None\n",
+        "",
+        ("tests/step/test_eager_forms.py::test_gradient_under_torch_func_is_looked_on_in_eager_too",),
+    ),
+    PlantedFault(
+        "capture: only the gradient of max and min is shared as eager does",
+        "compiler/capture/looked_on.py",
+        '("Max", "Min", "Median", "Nanmedian")',
+        '("Max", "Min")',
+        ("tests/step/test_other_forms.py::test_gradient_of_an_extreme_has_eagers_bits[median-auto]",),
+    ),
+    PlantedFault(
+        "capture: a product that has no gradient gets zeros",
+        "compiler/capture/eager_products.py",
+        "        ctx.set_materialize_grads(False)  # what has no gradient gets none, as in eager\n",
+        "",
+        ("tests/step/test_eager_products.py::test_product_without_a_gradient_gives_none",),
+    ),
+    PlantedFault(
+        "capture: two zeros in a product give no second gradient",
+        "compiler/capture/eager_products.py",
+        "if not torch.is_grad_enabled() and zeros.sum() > 1:",
+        "if zeros.sum() > 1:",
+        ("tests/step/test_eager_products.py::test_zeros_among_other_factors_have_eagers_bits[True-2-auto]",),
     ),
 )

@@ -1,28 +1,24 @@
 """What torch computes another way while a dispatch mode looks on: its C++ asks whether one is there, and spares it what
 depends on data. A recorded step is to be eager's, so here is the form that eager has.
 
-Of a product's gradient (`EagerProducts`), the way that eager takes depends on whether there are zeros, which is read
-into Python, as eager reads it into C++; so it is with running products in torch 2.11, whose way where there are zeros
-is refused. Of two sums over what a mask picks (`PickedSums`), each is one op, whose kernel makes eager's calls; with
-the values' number inside of it, no plan has to hold that. tests/capture/test_looked_on.py tries every operator of
-torch's samples with a mode that only looks on, and would find another one.
+Of two sums over what a mask picks (`PickedSums`), each is one op, whose kernel makes eager's calls; with the values'
+number inside of it, no plan has to hold that. A gradient that is shared evenly (`max()`) is filled in (`filled_share`).
+Products are in eager_products.py, and what has no form of eager's is refused by looked_on.py.
+
+tests/capture/test_looked_on.py tries every operator of torch's samples with a mode that only looks on: none is found
+with other bits but these. Where the values of all samples hide a difference it finds none, and those of a step may hide
+it from the first comparison with eager; then a later one tells.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from takeback.compiler.capture.modes import be_on_function_stack_
-from takeback.engine import transformed
-from takeback.errors import CaptureError
+from takeback.compiler.capture.looked_on import EXTREMES, is_share, own_node
 
 aten = torch.ops.aten
 
@@ -54,156 +50,6 @@ for _name, _kernel in (("sum_of_masked", _sum_of_masked), ("sum_of_gathered", _s
     torch.library.register_fake(f"takeback::{_name}", _shape_of_sum, lib=_library)
 
 
-# -- products ----------------------------------------------------------------------------------------------------------
-
-
-class EagerProducts(TorchFunctionMode):
-    """Use around a recorded step, outside of the recorder: gradients of `torch.prod` are computed as eager does."""
-
-    def __exit__(self, *error: Any) -> None:
-        be_on_function_stack_(self)
-        super().__exit__(*error)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _PRODUCTS and torch.is_grad_enabled() and not transformed():
-            call = _of(*args, **kwargs)
-            if call is not None:
-                return _WholeProduct.apply(*call)
-        elif func in _RUNNING and running_products_differ() and torch.is_grad_enabled() and not transformed():
-            running = _of_running(*args, **kwargs)
-            if running is not None:
-                return _RunningProduct.apply(*running)
-        return func(*args, **kwargs)
-
-
-_PRODUCTS = (torch.prod, torch.Tensor.prod)
-_RUNNING = (torch.cumprod, torch.Tensor.cumprod)
-
-
-def _of(
-    input: torch.Tensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-    **other: Any,
-) -> tuple[torch.Tensor, int | None, bool, torch.dtype | None] | None:
-    """The operands of a product that has a gradient of its own; None for one that eager computes alike, or that is for
-    torch to refuse."""
-    plain = type(input) is torch.Tensor or type(input) is torch.nn.Parameter
-    if other or not plain or not input.requires_grad or not input.dim() or not input.numel():
-        return None
-    return (input, dim, keepdim, dtype) if dim is None or type(dim) is int else None
-
-
-class _WholeProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        result = input.prod(dtype=dtype) if dim is None else input.prod(dim, keepdim, dtype=dtype)
-        ctx.save_for_backward(input, result)
-        ctx.dim, ctx.keepdim = dim, keepdim
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        input, result = ctx.saved_tensors
-        input = input.to(grad.dtype)
-        zeros = input == 0
-        if ctx.dim is None:
-            if not zeros.any():
-                return grad * (result / input).conj(), None, None, None
-            if not torch.is_grad_enabled() and zeros.sum() > 1:
-                return torch.zeros_like(input, memory_format=torch.contiguous_format), None, None, None
-            return _of_the_others(grad, input.contiguous().view(-1), 0).view_as(input), None, None, None
-        if not ctx.keepdim:
-            grad, result = grad.unsqueeze(ctx.dim), result.unsqueeze(ctx.dim)
-        if not zeros.any():
-            return grad * (result / input).conj(), None, None, None
-        return _of_the_others(grad, input, ctx.dim), None, None, None
-
-
-def _of_the_others(grad: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
-    """By the product of all others in a row: of those before, and of those behind."""
-    size = input.shape[dim]
-    if size == 1:
-        return grad
-    shape = list(input.shape)
-    shape[dim] = 1
-    one = torch.ones(shape, dtype=grad.dtype, device=grad.device)
-    before = torch.cat([one, input.narrow(dim, 0, size - 1)], dim).cumprod(dim)
-    behind = torch.cat([one, input.narrow(dim, 1, size - 1).flip(dim)], dim).cumprod(dim).flip(dim)
-    return grad * (before * behind).conj()
-
-
-@functools.cache
-def running_products_differ() -> bool:
-    """Whether this torch takes another way to the gradient of cumprod while a mode looks on: 2.11 does, in which the
-    longer way multiplies row after row; 2.13 scatters, whoever looks. Asked first where no backward runs."""
-    seen: set[Any] = set()
-
-    class Onlooking(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            seen.add(func)
-            return func(*args, **(kwargs or {}))
-
-    with _disable_current_modes(), torch.enable_grad(), DisableTorchFunction():
-        x = torch.ones(3, device="cpu", requires_grad=True)
-        with Onlooking():
-            torch.autograd.grad(x.cumprod(0).sum(), x)
-    return aten.scatter_.value not in seen
-
-
-def refuse_running_product(func: Any) -> None:
-    """Before each op of a recording that is to have eager's bits, where they differ: `cumprod` in no call of Python's,
-    as `linalg.vander` has it, and `cumprod_`."""
-    if func is not aten.eq.Scalar:
-        return
-    node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13
-    if node is not None and node.name() == "CumprodBackward0":
-        raise CaptureError(_REFUSED_RUNNING.format(torch.__version__, "inside of another function, or in place"))
-
-
-_REFUSED_RUNNING = (
-    "torch {} computes the gradient of cumprod another way while it is recorded, {}, and would not have eager's bits. "
-    "Nothing has been changed. Use torch 2.13 or later, mode='fast', or unplanned='eager'."
-)
-
-
-def _of_running(
-    input: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None, **other: Any
-) -> tuple[torch.Tensor, int, torch.dtype | None] | None:
-    """As `_of`, of a running product."""
-    plain = type(input) is torch.Tensor or type(input) is torch.nn.Parameter
-    if other or not plain or type(dim) is not int or not input.requires_grad or not input.dim():
-        return None
-    trivial = input.numel() < 2 or not -input.dim() <= dim < input.dim() or input.shape[dim] == 1
-    return None if trivial else (input, dim, dtype)
-
-
-class _RunningProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> torch.Tensor:
-        result = input.cumprod(dim, dtype=dtype)
-        ctx.save_for_backward(input, result)
-        ctx.dim = dim
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        input, result = ctx.saved_tensors
-        share = result.conj() * grad.to(input.dtype)
-        if (input == 0).any():
-            raise CaptureError(_REFUSED_RUNNING.format(torch.__version__, "where there are zeros"))
-        return share.flip(ctx.dim).cumsum(ctx.dim).flip(ctx.dim).div(input.conj()), None, None
-
-
 # -- sums of what a mask picks -----------------------------------------------------------------------------------------
 
 _FLATTENS = (aten.view.default, aten._unsafe_view.default, aten.clone.default)
@@ -224,7 +70,6 @@ class _Zeroed:
 class PickedSums:
     """Told of the ops that are recorded, it says which of them eager has otherwise."""
 
-    by_autograd: Callable[[], bool]  #: whether autograd itself runs the op, and no code of anybody's
     by_cross_entropy: Callable[[], bool]  #: whether torch's cross-entropy runs it
     spent: list[int] = field(default_factory=list)  #: where ops stand of which eager knows nothing
     _zeroed: _Zeroed | None = None
@@ -265,8 +110,26 @@ class PickedSums:
             self._zeroed = _Zeroed(zeroed.storage, zeroed.operands, (*zeroed.made_at, position), zeroed.target)
 
     def _is_gradient_of_a_fill(self, args: tuple[Any, ...]) -> bool:
-        node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13
-        return node is not None and node.name() == _NODE and args[2].numel() == 1 and self.by_autograd()
+        return args[2].numel() == 1 and _is_in((_NODE,))
+
+
+# -- gradients that are shared evenly ----------------------------------------------------------------------------------
+
+
+def filled_share(func: Any, args: tuple[Any, ...], run: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+    """In the place of `mask * (grad / count)`, which makes -0.0 and NaN of what gets nothing: eager's ops, by `run`.
+    None where there is nothing to replace."""
+    if not is_share(func, args) or not _is_in(EXTREMES):
+        return None
+    mask, share = args
+    nothing = run(aten.new_zeros.default, (share, list(mask.shape)), {})
+    return run(aten.masked_fill_.Tensor, (nothing, mask, share), {})
+
+
+def _is_in(names: Collection[str]) -> bool:
+    """Whether one of these nodes runs an op just now by itself."""
+    node = torch._C._current_autograd_node()  # checked on 2.11 and 2.13; the name first, for frames take longer
+    return node is not None and node.name() in names and own_node() is not None
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -276,3 +139,16 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _is(tensor: torch.Tensor, zeroed: _Zeroed) -> bool:
     return _storage(tensor) == zeroed.storage
+
+
+# -- a kernel that conjugates inside -----------------------------------------------------------------------------------
+
+
+def as_in_eager(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op. Below a mode torch (2.13) leaves out what resolves conjugate views, also those that the kernel of a
+    complex pseudo-inverse makes inside, and gives another matrix. The gradient of lstsq asks for one."""
+    if func is not aten.linalg_pinv.atol_rtol_tensor or not args[0].is_complex():
+        return func(*args, **kwargs)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.Conjugate)  # checked on 2.13
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        return func(*args, **kwargs)

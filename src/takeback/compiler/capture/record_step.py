@@ -34,7 +34,7 @@ from takeback.compiler.capture.derived import (
 )
 from takeback.compiler.capture.drawers import Drawer, Learner
 from takeback.compiler.capture.drawn import Calls
-from takeback.compiler.capture.eager_forms import EagerProducts
+from takeback.compiler.capture.eager_products import EagerProducts
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss

@@ -8,7 +8,6 @@ no tensor alive that eager would have freed. What the forward and backward write
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -20,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.buffers import BufferTable
-from takeback.compiler.capture.eager_forms import PickedSums, refuse_running_product, running_products_differ
+from takeback.compiler.capture.eager_forms import PickedSums, as_in_eager, filled_share
+from takeback.compiler.capture.eager_products import cross_entropy
 from takeback.compiler.capture.enclose import enclosed
 from takeback.compiler.capture.known_values import known_value
+from takeback.compiler.capture.looked_on import own_node, refuse_other_form
 from takeback.compiler.capture.modes import be_on_dispatch_stack_
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
@@ -44,8 +45,7 @@ from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role
 from takeback.errors import CaptureError
 
 aten = torch.ops.aten
-_BACKWARD = os.path.join("capture", "record_step.py")  # which has called autograd
-_CROSS_ENTROPY = torch.nn.functional.cross_entropy.__code__
+_CROSS_ENTROPY = (torch.nn.functional.cross_entropy.__code__, cross_entropy.__code__)
 
 MOST_HELD_ELEMENTS = 1 << 16
 """Values that C++ read are compared in each replay: lengths, offsets, sizes. More than this is data."""
@@ -92,8 +92,7 @@ class Recorder(TorchDispatchMode):
         self._answers = iter(answers)
         self._took_ = took_
         self._by_mask: list[int] = []
-        self._sums = PickedSums(self._is_autograds_own, _is_in_cross_entropy) if exact else None
-        self._refuses_running = exact and running_products_differ()
+        self._sums = PickedSums(_is_in_cross_entropy) if exact else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
 
     def __exit__(self, *error: Any) -> None:
@@ -157,11 +156,14 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts, table = facts_of(func), self.table
+        if self._sums is not None:
+            refuse_other_form(func, args, self._sites.at)
         if facts.moves_no_bytes:
             return func(*args, **kwargs)  # later regions show what it did
-        if self._refuses_running:
-            refuse_running_product(func)
         if self._sums is not None:
+            shared = filled_share(func, args, self._record)
+            if shared is not None:
+                return shared
             func, args = self._sums.instead(func, args)
             facts = facts_of(func)
         position = len(self.ops)
@@ -188,11 +190,11 @@ class Recorder(TorchDispatchMode):
         if facts.reads_value and not self._real:
             out = self._answer(func, args, kwargs)
         elif cell is None:
-            out = func(*args, **kwargs)
+            out = as_in_eager(func, args, kwargs)
         else:
             cell[0] = position
             try:
-                out = func(*args, **kwargs)
+                out = as_in_eager(func, args, kwargs)
             finally:
                 cell[0] = -1
 
@@ -232,18 +234,7 @@ class Recorder(TorchDispatchMode):
     def _is_by_mask(self) -> bool:
         """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many
         they are."""
-        return self.ops[-1].has_data_in_shape and self._is_autograds_own()
-
-    def _is_autograds_own(self) -> bool:
-        """Whether autograd runs an op just now by itself, in no code of anybody's."""
-        if torch._C._current_autograd_node() is None:  # checked on 2.11 and 2.13
-            return False
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not frame.f_code.co_filename.endswith(_BACKWARD):
-            if origin_of_file(frame.f_code.co_filename) == "user":
-                return False
-            frame = frame.f_back
-        return True
+        return self.ops[-1].has_data_in_shape and own_node() is not None
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a fake tensor cannot say, the real one has: the program holds it, and a replay compares. Where there was
@@ -392,7 +383,7 @@ class Recorder(TorchDispatchMode):
 def _is_in_cross_entropy() -> bool:
     """Whether torch's cross-entropy runs an op just now by itself."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CROSS_ENTROPY:
+    while frame is not None and frame.f_code not in _CROSS_ENTROPY:
         if origin_of_file(frame.f_code.co_filename) == "user":
             return False
         frame = frame.f_back

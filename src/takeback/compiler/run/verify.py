@@ -263,7 +263,8 @@ def prove_recording(
     raises, what the step has written is for the caller to take back.
 
     torch's own formulas ask whether somebody is looking (at::isTensorSubclassLike), and some then take another way:
-    eager_forms.py has those that are known, and this finds others.
+    eager_forms.py has those that are known, looked_on.py refuses more, and this finds others, but where chance hides
+    them.
     """
     names = [name for name, _ in recipe.model.named_parameters()]
     raw: dict[torch.nn.Parameter, torch.Tensor] = {}
