@@ -23,6 +23,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:takeback made"),
 ]
 
+#: Zeros among the factors, and second gradients, take a running product's gradient, which torch 2.11 computes another way.
+by_running_products = pytest.mark.skipif(
+    eager_products.running_products_differ(), reason="refused by name in this version of torch"
+)
+
 
 def whole(model: Model, h: Tensor) -> Tensor:
     return h * (1 + 0.1 * h).prod()
@@ -151,6 +156,7 @@ def test_product_without_a_gradient_gives_none() -> None:
     train_both(case(stopped), steps=5)  # which finds a .grad that is on one side only
 
 
+@by_running_products
 @pytest.mark.parametrize("memory", ["auto", "min"])
 @pytest.mark.parametrize("zeros", [1, 2])
 @pytest.mark.parametrize("penalty", [False, True])
@@ -236,6 +242,7 @@ def test_zeros_that_come_and_go_take_eagers_way(count: int, dim: int | None) -> 
     train_both(Case(lambda: Model(lambda m, h: h), loss_fn, zeroed(count), sgd), steps=9, plans=2)
 
 
+@by_running_products
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_gradient_of_a_gradient_of_a_product_has_eagers_bits(count: int) -> None:
     def loss_fn(model: Model, x: Tensor, y: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import takeback as tb
 from harness import Case, sgd, train_both
+from takeback.compiler.capture.eager_products import running_products_differ
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "short_search", "eagers_kernels"),
@@ -149,12 +150,15 @@ def refused(loss_fn: Callable[..., Any], message: str) -> None:
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", SECOND)
+OLDER = running_products_differ()  # of torch, before 2.13
+
+
+@pytest.mark.parametrize("name", [name for name in SECOND if not (OLDER and name == "cumprod")])  # it has a form there
 def test_second_gradient_that_is_not_eagers_is_refused(name: str) -> None:
     refused(penalty(SECOND[name][0]), SECOND[name][1])
 
 
-@pytest.mark.parametrize("name", [name for name in SECOND if name not in EXTREMES])
+@pytest.mark.parametrize("name", [name for name in SECOND if name not in EXTREMES and not (OLDER and name == "vander")])
 def test_first_gradient_of_these_has_eagers_bits(name: str) -> None:
     train_both(Case(Model, scaled(SECOND[name][0]), draw, sgd), steps=5)
 
