@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:takeback made"),
 ]
 
-#: Zeros among the factors, and second gradients, take a running product's gradient, which torch 2.11 computes another way.
+#: Zeros among the factors, and second gradients, take that of a running product, which torch 2.11 computes otherwise.
 by_running_products = pytest.mark.skipif(
     eager_products.running_products_differ(), reason="refused by name in this version of torch"
 )
