@@ -468,6 +468,27 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_changes.py::test_change_takes_effect[saved tensors hooks come]",),
     ),
     PlantedFault(
+        "capture: a trial, which has no hooks for what is saved, is compared with a call that had some",
+        "compiler/capture/trial.py",
+        "    if saved_through_hooks():\n",
+        "    if False:\n",
+        (
+            "tests/step/test_hidden_reads.py::"
+            "test_targets_of_a_loss_whose_tensors_are_saved_by_hooks_are_not_held[checkpoint-plain]",
+            "tests/step/test_hidden_reads.py::test_hidden_reads_under_hooks_for_what_is_saved",
+        ),
+    ),
+    PlantedFault(
+        "capture: nobody looks at what a hook reads while it saves a tensor",
+        "compiler/capture/reads.py",
+        "        torch._C._autograd._push_saved_tensors_default_hooks(seen, unpack)\n",
+        "        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)\n",
+        (
+            "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_another_tensor_while_it_saves_one_is_held",
+            "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_the_tensor_that_it_saves_is_held",
+        ),
+    ),
+    PlantedFault(
         "capture: a number that decides is taken for an operand",
         "compiler/capture/numbers.py",
         "            self._trace.asked = True\n",
