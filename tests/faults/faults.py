@@ -489,6 +489,41 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "facts: products of complex numbers are written onto their operands",
+        "compiler/ownership/facts.py",
+        "        return None if name in _PARTWISE and not scales else Refused.COMPLEX\n",
+        "        return None\n",
+        (
+            "tests/ownership/test_facts.py::"
+            "test_every_pointwise_op_may_be_written_onto_its_operands_as_the_facts_say[torch.complex64]",
+            "tests/step/test_onto_operands.py::test_complex_numbers_have_eagers_bits[quotient-torch.complex64-2-auto]",
+        ),
+    ),
+    PlantedFault(
+        "functionalize: an op that has other bits in place becomes one that makes a new value",
+        "compiler/passes/functionalize.py",
+        "    if bits_refusal(replace(op, target=found, mutates=())) is not None:\n",
+        "    if False:\n",
+        (
+            "tests/step/test_onto_operands.py::"
+            "test_complex_numbers_have_eagers_bits[product_with_a_transposed_one_in_place-torch.complex64-2-auto]",
+            "tests/step/test_onto_operands.py::"
+            "test_product_with_a_number_has_eagers_bits[scaled_in_place-torch.bfloat16]",
+        ),
+    ),
+    PlantedFault(
+        "bindings: a product with a number in place runs as one with a tensor",
+        "compiler/run/bindings.py",
+        'if namespace != "aten" or target in _TAKEN_FOR_ANOTHER:',
+        'if namespace != "aten":',
+        (
+            "tests/run/test_bindings.py::"
+            "test_bindings_of_pointwise_ops_and_of_their_forms_in_place_give_the_bits_of_the_overload",
+            "tests/step/test_onto_operands.py::"
+            "test_product_with_a_number_has_eagers_bits[scaled_in_place-torch.bfloat16]",
+        ),
+    ),
+    PlantedFault(
         "capture: a number that decides is taken for an operand",
         "compiler/capture/numbers.py",
         "            self._trace.asked = True\n",

@@ -84,7 +84,7 @@ class Reads(TorchFunctionMode):
     def _looking_into_hooks(self) -> Iterator[None]:
         """Torch takes this mode off during a call, in which the user's saved-tensor hooks run Python all the same: in
         here it is on again for them. Their ops are none of the call's."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checked on 2.11 and 2.13
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checked on 2.13
         if hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             yield
             return
