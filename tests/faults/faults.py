@@ -524,6 +524,13 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "fitting: the note of a lower plan is worded anew in one place",
+        "compiler/run/fitting.py",
+        'f"{_LOWERED} {_mib(needed)} here',
+        'f"auto would need {_mib(needed)} here',
+        ("tests/run/test_fitting.py::test_note_of_a_lower_plan_is_found[2000-True]",),
+    ),
+    PlantedFault(
         "capture: a number that decides is taken for an operand",
         "compiler/capture/numbers.py",
         "            self._trace.asked = True\n",

@@ -17,7 +17,7 @@ from takeback.compiler.schema import schema_of
 
 
 def functionalize(draft: Draft) -> Draft:
-    """Rewrites what can be rewritten; the update's writes stay as they are, and so does what has other bits in place."""
+    """Rewrites what can be rewritten; the update's writes stay as they are, and what has other bits in place."""
     program = draft.program
     buffers = dict(program.buffers)
     current: dict[BufferId, BufferId] = {}
