@@ -33,6 +33,7 @@ from gpu_models import GpuCase, made
 from gpu_systems import about
 from predict_models import PREDICTED
 from revision import COMMIT
+from takeback.compiler.run.fitting import lowered
 from takeback.options import parse_bytes
 
 WAYS = ("eager", "auto", "min")
@@ -79,7 +80,7 @@ def trained(model: str, way: str, rows: int, memory: str) -> dict[str, Any]:
         why = str(error).splitlines()[0][:200]
         if "memory" not in why:
             raise
-    notes = [] if step is None or why else [n for n in step.report().notes if "would take" in n]
+    notes = [] if step is None or why else [n for n in step.report().notes if lowered([n])]
     return {
         "fits": not why and not notes,
         "why": why or "; ".join(notes)[:300],

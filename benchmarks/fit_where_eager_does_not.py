@@ -26,6 +26,7 @@ from torch import Tensor
 
 import takeback as tb
 from gpu_models import MODELS, GpuCase, build, placed, size_of
+from takeback.compiler.run.fitting import lowered
 
 MIB = 1 << 20
 STEPS = 4
@@ -118,7 +119,7 @@ def child(args: argparse.Namespace) -> dict[str, Any]:
         "reserved": torch.cuda.max_memory_reserved() if device == "cuda" else None,
         "eager_out_of_memory": out_of_memory,
         "seconds": time.perf_counter() - began,
-        "notes": [note for note in step.report().notes if "no room" in note or "would take" in note],
+        "notes": [note for note in step.report().notes if "no room" in note or lowered([note])],
     }
 
 

@@ -72,13 +72,14 @@ def test_attention_runs_on_the_kernel_that_an_h200_would_take(
         assert {n for n in found if n.startswith("_scaled")} == {kernel, f"{kernel}_backward"}
 
 
-def test_bias_that_lies_by_heads_is_added_by_plain_products() -> None:
-    """As T5's relative positions: the kernels that know a bias want its rows one after the other."""
-    x, bias = torch.empty(2, 16, 128), torch.empty(1, 2, 16, 16)
-    model = Attention(64, torch.float32)
+@pytest.mark.parametrize(("dtype", "kernel"), [(torch.float32, "efficient"), (torch.bfloat16, "cudnn")])
+def test_bias_that_lies_by_heads_is_added_by_plain_products(dtype: torch.dtype, kernel: str) -> None:
+    """As T5's relative positions: the kernels that know a bias want its rows one after the other, cuDNN's too."""
+    x, bias = torch.empty(2, 16, 128, dtype=dtype), torch.empty(1, 2, 16, 16, dtype=dtype)
+    model = Attention(64, dtype)
     for given, fused in ((bias, True), (bias.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), False)):
         found = names(program_of(model, lambda m, *batch: m(*batch).sum(), x, given))
-        assert ("_scaled_dot_product_efficient_attention" in found) is fused
+        assert (f"_scaled_dot_product_{kernel}_attention" in found) is fused
         assert ("bmm" in found) is not fused
 
 

@@ -468,6 +468,69 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_changes.py::test_change_takes_effect[saved tensors hooks come]",),
     ),
     PlantedFault(
+        "capture: a trial, which has no hooks for what is saved, is compared with a call that had some",
+        "compiler/capture/trial.py",
+        "    if saved_through_hooks():\n",
+        "    if False:\n",
+        (
+            "tests/step/test_hidden_reads.py::"
+            "test_targets_of_a_loss_whose_tensors_are_saved_by_hooks_are_not_held[checkpoint-plain]",
+            "tests/step/test_hidden_reads.py::test_hidden_reads_under_hooks_for_what_is_saved",
+        ),
+    ),
+    PlantedFault(
+        "capture: nobody looks at what a hook reads while it saves a tensor",
+        "compiler/capture/reads.py",
+        "        torch._C._autograd._push_saved_tensors_default_hooks(seen, unpack)\n",
+        "        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)\n",
+        (
+            "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_another_tensor_while_it_saves_one_is_held",
+            "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_the_tensor_that_it_saves_is_held",
+        ),
+    ),
+    PlantedFault(
+        "facts: products of complex numbers are written onto their operands",
+        "compiler/ownership/facts.py",
+        "        return None if name in _PARTWISE and not scales else Refused.COMPLEX\n",
+        "        return None\n",
+        (
+            "tests/ownership/test_facts.py::"
+            "test_every_pointwise_op_may_be_written_onto_its_operands_as_the_facts_say[torch.complex64]",
+            "tests/step/test_onto_operands.py::test_complex_numbers_have_eagers_bits[quotient-torch.complex64-2-auto]",
+        ),
+    ),
+    PlantedFault(
+        "functionalize: an op that has other bits in place becomes one that makes a new value",
+        "compiler/passes/functionalize.py",
+        "    if bits_refusal(replace(op, target=found, mutates=())) is not None:\n",
+        "    if False:\n",
+        (
+            "tests/step/test_onto_operands.py::"
+            "test_complex_numbers_have_eagers_bits[product_with_a_transposed_one_in_place-torch.complex64-2-auto]",
+            "tests/step/test_onto_operands.py::"
+            "test_product_with_a_number_has_eagers_bits[scaled_in_place-torch.bfloat16]",
+        ),
+    ),
+    PlantedFault(
+        "bindings: a product with a number in place runs as one with a tensor",
+        "compiler/run/bindings.py",
+        'if namespace != "aten" or target in _TAKEN_FOR_ANOTHER:',
+        'if namespace != "aten":',
+        (
+            "tests/run/test_bindings.py::"
+            "test_bindings_of_pointwise_ops_and_of_their_forms_in_place_give_the_bits_of_the_overload",
+            "tests/step/test_onto_operands.py::"
+            "test_product_with_a_number_has_eagers_bits[scaled_in_place-torch.bfloat16]",
+        ),
+    ),
+    PlantedFault(
+        "fitting: the note of a lower plan is worded anew in one place",
+        "compiler/run/fitting.py",
+        'f"{_LOWERED} {_mib(needed)} here',
+        'f"auto would need {_mib(needed)} here',
+        ("tests/run/test_fitting.py::test_note_of_a_lower_plan_is_found[2000-True]",),
+    ),
+    PlantedFault(
         "capture: a number that decides is taken for an operand",
         "compiler/capture/numbers.py",
         "            self._trace.asked = True\n",

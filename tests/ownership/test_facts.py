@@ -7,11 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from operators import COMPLEX, FLOATS, WHOLE, calls, copied, operators, same_numbers
 from takeback.compiler.ownership.facts import (
     _ROWWISE,
     COPY,
     FILL,
     Refused,
+    bits_refusal,
     geometry_refusal,
     inplace_overload,
     out_overload,
@@ -19,8 +21,11 @@ from takeback.compiler.ownership.facts import (
 )
 from takeback.compiler.program import Buffer, BufferId, Op, Region, Role
 from takeback.compiler.run.allocator import Cell, load
+from takeback.compiler.run.bindings import fastest
 
 aten = torch.ops.aten
+Named = dict[str, object]
+
 SHAPES = [(5, 7), (64, 1000), (3, 50, 129), (2, 3, 8, 512)]
 
 
@@ -29,7 +34,7 @@ def _rows(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("op", ["_softmax", "_log_softmax"])
 def test_softmax_may_be_written_onto_its_input(op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     target = getattr(aten, op)
@@ -40,7 +45,7 @@ def test_softmax_may_be_written_onto_its_input(op: str, dtype: torch.dtype, shap
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("onto", [0, 1])
 @pytest.mark.parametrize("op", ["_softmax_backward_data", "_log_softmax_backward_data"])
 def test_softmax_backward_may_be_written_onto_either_operand(
@@ -84,24 +89,35 @@ def _placed(call: Callable[[], tuple[torch.Tensor, ...]], onto: torch.Tensor) ->
     return second
 
 
+#: Of the rows and of the weight.
+NORM_DTYPES = [
+    *((t, t) for t in (torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+    *((t, torch.float32) for t in (torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize("dtypes", NORM_DTYPES, ids=str)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(5, 7), (64, 1000), (3, 50, 129), (2, 30, 512)])
-def test_layer_norm_may_be_written_onto_its_input(shape: tuple[int, ...], affine: bool) -> None:
-    x = _rows(shape)
-    w, b = (torch.randn(shape[-1]), torch.randn(shape[-1])) if affine else (None, None)
+def test_layer_norm_may_be_written_onto_its_input(
+    shape: tuple[int, ...], affine: bool, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    x = _rows(shape).to(dtypes[0])
+    w, b = (torch.randn(shape[-1], dtype=dtypes[1]) for _ in range(2)) if affine else (None, None)
     expected = aten.native_layer_norm.default(x.clone(), [shape[-1]], w, b, 1e-5)
     got = _placed(lambda: aten.native_layer_norm.default(x, [shape[-1]], w, b, 1e-5), x)
     assert all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtypes", NORM_DTYPES, ids=str)
 @pytest.mark.parametrize("onto", ["grad", "x"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(5, 7), (64, 1000), (3, 50, 129), (2, 30, 512)])
 def test_layer_norm_backward_may_be_written_onto_gradient_or_input(
-    shape: tuple[int, ...], affine: bool, onto: str
+    shape: tuple[int, ...], affine: bool, onto: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    x, grad = _rows(shape), _rows(shape).flip(0).contiguous()
-    w, b = (torch.randn(shape[-1]), torch.randn(shape[-1])) if affine else (None, None)
+    x, grad = _rows(shape).to(dtypes[0]), _rows(shape).flip(0).contiguous().to(dtypes[0])
+    w, b = (torch.randn(shape[-1], dtype=dtypes[1]) for _ in range(2)) if affine else (None, None)
     _, mean, rstd = aten.native_layer_norm.default(x, [shape[-1]], w, b, 1e-5)
     mask = [True, affine, affine]
 
@@ -144,37 +160,102 @@ def test_relu_in_place_gives_the_functional_bits() -> None:
     assert inplace_overload(aten.add.Tensor) is None, "has a true out= kernel"
 
 
-UNARY = ["gelu", "silu", "tanh", "sigmoid", "exp", "log1p", "sqrt", "rsqrt", "neg", "abs", "sin", "erf"]
-BINARY = ["add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "maximum", "pow.Tensor_Tensor", "atan2"]
-BACKWARD = ["gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "threshold_backward"]
+# -- pointwise ops, all of them ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", UNARY)
-def test_pointwise_op_may_be_written_onto_its_operand(name: str, dtype: torch.dtype) -> None:
-    target = getattr(aten, name).default
-    overload = out_overload(target)
-    assert overload is not None
-    x = (_rows((37, 1001)).abs() + 0.1).to(dtype)
-    expected = target(x)
-    overload(x, out=x)
-    assert torch.equal(x, expected)
+def _is_pointwise(op: torch._ops.OpOverload) -> bool:
+    """For the facts."""
+    if torch.Tag.pointwise not in op.tags or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return out_overload(op) is not None or inplace_overload(op) is not None
 
 
-@pytest.mark.parametrize("onto", [0, 1])
-@pytest.mark.parametrize("name", [*BINARY, *BACKWARD])
-def test_binary_pointwise_op_may_be_written_onto_either_operand(name: str, onto: int) -> None:
-    packet, _, overload_name = name.partition(".")
-    target = getattr(getattr(aten, packet), overload_name or "default")
-    overload = out_overload(target)
-    assert overload is not None
-    assert torch.Tag.pointwise in target.tags
-    given = [_rows((37, 1001)).abs() + 0.1, _rows((1001, 37)).t().contiguous().abs() + 0.1]
-    extra = (0.3,) if name == "threshold_backward" else ()
-    expected = target(*given, *extra)
-    out_name = next(a.name for a in overload._schema.arguments if a.is_out)
-    overload(*given, *extra, **{out_name: given[onto]})
-    assert torch.equal(given[onto], expected)
+def _run(overload: torch._ops.OpOverload, args: list[object], named: Named, onto: list[torch.Tensor]) -> None:
+    outs = [a.name for a in overload._schema.arguments if a.is_out]
+    fastest(overload)(*args, **named, **dict(zip(outs, onto, strict=True)))
+
+
+def _as_op(op: torch._ops.OpOverload, args: list[object], named: Named, result: torch.Tensor) -> Op:
+    ids: dict[int, int] = {}
+
+    def region(value: object) -> object:
+        if not isinstance(value, torch.Tensor):
+            return value
+        buffer = BufferId(ids.setdefault(id(value), len(ids)))
+        return Region(buffer, value.dtype, tuple(value.shape), tuple(value.stride()), 0)
+
+    return Op(op, tuple(map(region, args)), dict(named), (region(result),))
+
+
+def _differing(op: torch._ops.OpOverload, dtype: torch.dtype) -> tuple[int, set[str]]:
+    """How often the op was written onto an operand, as the facts allow, and where the bits were other ones. Where they
+    allow it for none, the `out=` kernel is still to give the functional bits."""
+    out, inplace = out_overload(op), inplace_overload(op)
+    tried, wrong = 0, set()
+    for args, named in calls(op, dtype):
+        try:
+            made = op(*args, **named)
+        except (RuntimeError, IndexError):
+            continue  # not for this dtype
+        results = list(made) if isinstance(made, tuple) else [made]
+        if out is not None:
+            fresh = [torch.empty_like(r) for r in results]
+            _run(out, args, named, fresh)
+            if not all(map(same_numbers, fresh, results)):
+                wrong.add(f"{op} of {dtype}: its out= kernel")
+        for index in overwritable_operands(_as_op(op, args, named, results[0])):
+            operand = args[index]
+            if not isinstance(operand, torch.Tensor) or operand.dtype != results[0].dtype:
+                continue
+            if operand.shape != results[0].shape or operand.stride() != results[0].stride():
+                continue
+            copy = copied(operand)
+            given = [copy if a is operand else a for a in args]
+            if out is not None:
+                _run(out, given, named, [copy, *map(torch.empty_like, results[1:])])
+            else:
+                assert inplace is not None
+                fastest(inplace)(*given, **named)
+            tried += 1
+            if not same_numbers(copy, results[0]):
+                layouts = [tuple(a.stride()) for a in args if isinstance(a, torch.Tensor)]
+                wrong.add(f"{op} of {dtype} onto operand {index}: {tuple(copy.shape)}, strides {layouts}, {named}")
+    return tried, wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX, *WHOLE], ids=str)
+def test_every_pointwise_op_may_be_written_onto_its_operands_as_the_facts_say(dtype: torch.dtype) -> None:
+    tried, wrong = 0, set()
+    for op in filter(_is_pointwise, operators()):
+        times, found = _differing(op, dtype)
+        tried += times
+        wrong |= found
+    assert not wrong, sorted(wrong)[:20]
+    assert tried > (20 if dtype is torch.complex32 else 500)
+
+
+@pytest.mark.parametrize("name", ["mul.Tensor", "div.Tensor", "add.Tensor", "reciprocal"])
+def test_products_of_complex_numbers_overwrite_nothing(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    target = getattr(getattr(aten, packet), overload or "default")
+    count = 1 if packet == "reciprocal" else 2
+    for dtype, harmless in ((torch.float32, True), (torch.complex64, packet == "add")):
+        x = torch.randn(4, dtype=dtype)
+        op = _as_op(target, [x, x + 1][:count], {}, x + 2)
+        assert bool(overwritable_operands(op)) is harmless
+        assert bits_refusal(op) is (None if harmless else Refused.COMPLEX)
+    scaled = _as_op(aten.add.Tensor, [x, x + 1], {"alpha": 0.5}, x + 2)
+    assert overwritable_operands(scaled) == ()
+
+
+def test_number_that_a_product_in_place_rounds_before_it_multiplies_is_refused_in_half_precision() -> None:
+    """torch hands mul_.Scalar on with the operands exchanged (2.13)."""
+    for dtype, reason in ((torch.float32, None), (torch.bfloat16, Refused.ROUNDED), (torch.float16, Refused.ROUNDED)):
+        x = torch.randn(4).to(dtype)
+        op = _as_op(aten.mul.Scalar, [x, 0.7], {}, x + 1)
+        assert bits_refusal(op) is reason
+        assert overwritable_operands(op) == (() if reason else (0,))
 
 
 @pytest.mark.parametrize(

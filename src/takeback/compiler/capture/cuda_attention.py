@@ -84,6 +84,8 @@ def choice(
     operands, cuda = (query, key, value), torch.backends.cuda
     if any(t.dim() != 4 or t.numel() == 0 or t.stride(-1) != 1 for t in operands):
         return "math"
+    if mask is not None and mask.stride(-1) != 1:  # a bias that lies by heads (T5)
+        return "math"
     heads = {t.shape[1] for t in operands}
     if len({t.shape[0] for t in operands}) > 1 or (len(heads) > 1 and not enable_gqa):
         return "math"
@@ -101,8 +103,6 @@ def choice(
         and not repeats()
     ):
         return "cudnn"
-    if mask is not None and mask.stride(-1) != 1:  # a bias that lies by heads (T5)
-        return "math"
     square = query.shape[2] == key.shape[2]
     plain = mask is None and (square or not is_causal)
     if cuda.flash_sdp_enabled() and half and alike and width <= _MOST_FLASH and plain:

@@ -11,8 +11,9 @@ held by content (`Recorder.hold`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from takeback.compiler.capture.modes import be_on_function_stack_
 from takeback.compiler.capture.ran import pause_profile_
 from takeback.compiler.capture.recorder import Recorder
-from takeback.compiler.capture.trial import Call, form_of, is_whole, needs_bytes, tensors_in
+from takeback.compiler.capture.trial import Call, OpForm, form_of, is_whole, needs_bytes, tensors_in
 
 #: These run Python of the user's, in which calls are seen for themselves.
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)
@@ -59,12 +60,15 @@ class Reads(TorchFunctionMode):
         recorder = self._recorder
         suspects: list[torch.Tensor] = []
         if not numbers:
-            out = func(*args, **kwargs)
-        else:
-            recorder.seen = []
-            try:
+            with self._looking_into_hooks():
                 out = func(*args, **kwargs)
-                seen = tuple(recorder.seen)
+        else:
+            ops: list[OpForm] = []
+            recorder.seen = ops
+            try:
+                with self._looking_into_hooks():
+                    out = func(*args, **kwargs)
+                seen = tuple(ops)
             finally:
                 recorder.seen = None
             unique = list({id(t): t for t in numbers}.values())
@@ -75,6 +79,30 @@ class Reads(TorchFunctionMode):
             recorder.hold(tensor, name, changed=_version(tensor) != versions[id(tensor)])
             self.found.append((name, tensor.shape))
         return out
+
+    @contextlib.contextmanager
+    def _looking_into_hooks(self) -> Iterator[None]:
+        """Torch takes this mode off during a call, in which the user's saved-tensor hooks run Python all the same: in
+        here it is on again for them. Their ops are none of the call's."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checked on 2.13
+        if hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            yield
+            return
+        pack, unpack = hooks
+
+        def seen(tensor: torch.Tensor) -> Any:
+            ops, self._recorder.seen = self._recorder.seen, None
+            try:
+                with self:
+                    return pack(tensor)
+            finally:
+                self._recorder.seen = ops
+
+        torch._C._autograd._push_saved_tensors_default_hooks(seen, unpack)
+        try:
+            yield
+        finally:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def _suspects(self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the whole numbers without whose bytes the call does not dispatch the ops that it did."""

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.program import OpOverload
+from takeback.engine import saved_through_hooks
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -89,12 +90,18 @@ def needs_bytes(call: Call, hidden: Sequence[torch.Tensor]) -> bool:
     first = _try(call, _WithoutBytes, hidden)
     if first.forward is None:
         return True
-    if first.forward == call.seen:
+    seen: tuple[OpForm, ...] | None = call.seen
+    if saved_through_hooks():
+        # Torch saves its results in another way then: a trial, which has no hooks, can be compared with one alone.
+        seen = _try(call, _WithoutBytes, ()).forward
+        if seen is None:
+            return True
+    if first.forward == seen:
         # Some calls have no backward with bytes either.
         return not first.has_backward and _try(call, _WithoutBytes, ()).has_backward
     # torch takes another way for a tensor that is none of its own: once more, with plain tensors of other values.
     second = _try(call, _Decoys, hidden)
-    return second.forward != call.seen or not second.has_backward
+    return second.forward != seen or not second.has_backward
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,15 @@ _ROWWISE: Mapping[OpOverload, tuple[int, ...]] = {
     aten.native_layer_norm_backward.default: (0, 1),
 }
 
+#: Of complex numbers, the ops that treat real and imaginary part alike and round once. What multiplies or divides may
+#: round in other places where the compiled loop finds that it writes onto an operand (2.13, AVX2 and AVX512): the last
+#: elements of a quotient, and all of a product with an operand that lies otherwise. No op beyond these is trusted.
+_PARTWISE = frozenset(("add", "sub", "neg", "conj_physical", "where", "masked_fill"))
+
+#: In place the number is rounded to the operand's dtype, elsewhere to single precision: mul_.Scalar exchanges the
+#: operands before it hands them on (2.13).
+_ROUNDS_IN_PLACE = frozenset((aten.mul.Scalar,))
+
 
 class Refused(enum.StrEnum):
     """Why a result was not written onto an operand."""
@@ -78,6 +87,8 @@ class Refused(enum.StrEnum):
     PART = "the operand is only a part of its buffer"
     OVERLAP = "another operand looks at the same bytes in another order"
     OWN_RESULT = "the kernel allocates its result itself, and no place can be given to it on this device"
+    COMPLEX = "complex numbers: the kernel rounds in other places where it writes onto an operand"
+    ROUNDED = "in place, torch rounds the number to half precision before it multiplies"
     FILLED = "torch fills what the kernel allocates (use_deterministic_algorithms), and would ruin the operand"
 
 
@@ -119,6 +130,25 @@ def inplace_overload(target: Kernel) -> OpOverload | None:
 
 def overwritable_operands(op: Op) -> tuple[int, ...]:
     """The positions of the operands that the op's first result may be written onto, as far as its kernel goes."""
+    return kernels_operands(op) if bits_refusal(op) is None else ()
+
+
+def bits_refusal(op: Op) -> Refused | None:
+    """Why the op's first result has other bits where it is written onto an operand; None if it has the same."""
+    first, target = op.results[0] if op.results else None, op.target
+    if isinstance(target, Special | Cluster) or not isinstance(first, Region):
+        return None
+    if first.dtype.is_complex:
+        name = schema_of(target).name
+        scales = name in ("add", "sub") and any(a != 1 for a in (*op.args[2:], *op.kwargs.values()))
+        return None if name in _PARTWISE and not scales else Refused.COMPLEX
+    if target in _ROUNDS_IN_PLACE and first.dtype.is_floating_point and first.dtype.itemsize < 4:
+        return Refused.ROUNDED
+    return None
+
+
+def kernels_operands(op: Op) -> tuple[int, ...]:
+    """The positions of the operands that the op's kernel could write its first result onto, with whatever bits."""
     target = op.target
     if isinstance(target, Special) or op.mutates or op.expected is not None:
         return ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -50,5 +51,5 @@ def _used(program: Program) -> dict[BufferId, Lifetime]:
             end[buffer] = following
     internal = (b for b in start if not program.buffers[b].role.borrowed)
     found = {b: Lifetime(start[b], end[b]) for b in internal}
-    _known[ident] = weakref.ref(program, lambda gone: _known.pop(ident, None)), found
+    _known[ident] = weakref.ref(program, functools.partial(_known.pop, ident)), found
     return found

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from takeback.compiler.ownership.facts import inplace_overload, out_overload
+from takeback.compiler.ownership.facts import bits_refusal, inplace_overload, out_overload
 from takeback.compiler.passes.draft import Draft
 from takeback.compiler.program import Buffer, BufferId, Op, OpOverload, Phase, Region, Role, Special, renaming
 from takeback.compiler.schema import schema_of
 
 
 def functionalize(draft: Draft) -> Draft:
-    """Rewrites what can be rewritten; the update's writes into the user's tensors stay as they are."""
+    """Rewrites what can be rewritten; the update's writes stay as they are, and what has other bits in place."""
     program = draft.program
     buffers = dict(program.buffers)
     current: dict[BufferId, BufferId] = {}
@@ -57,5 +57,7 @@ def _functional(op: Op, buffers: dict[BufferId, Buffer]) -> OpOverload | None:
         return None  # pow_.Scalar has a number for an exponent, pow.Scalar one for a base
     # An in-place op keeps the dtype of its operand, a functional one may promote.
     if any(isinstance(a, Region) and a.dtype != onto.dtype for a in op.args[1:]):
+        return None
+    if bits_refusal(replace(op, target=found, mutates=())) is not None:
         return None
     return found if out_overload(found) is not None or inplace_overload(found) is not None else None

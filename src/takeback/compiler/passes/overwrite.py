@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from takeback.compiler.ownership.curve import alive_bytes
-from takeback.compiler.ownership.facts import Refused, geometry_refusal, overwritable_operands
+from takeback.compiler.ownership.facts import Refused, bits_refusal, geometry_refusal, kernels_operands
 from takeback.compiler.ownership.kinds import Kind, kind_of
 from takeback.compiler.ownership.lifetimes import lifetimes
 from takeback.compiler.passes.draft import Borrowed, Draft, Fresh, Home, Overwrites, Placement, Refusal, owner_of
@@ -39,6 +39,9 @@ def overwrite(draft: Draft) -> Draft:
             return Refused.RETURNED
         if alive[operand.buffer].end > position + 1:
             return Refused.READ_LATER
+        bits = bits_refusal(op)
+        if bits is not None:
+            return bits
         if kind_of(op, overwrites=True) is not Kind.ALLOCATE:
             return None
         if draft.home is Home.ALLOCATOR:
@@ -46,7 +49,7 @@ def overwrite(draft: Draft) -> Draft:
         return Refused.FILLED if _new_memory_is_filled() else None
 
     for position, op in enumerate(program.ops):
-        operands = overwritable_operands(op)
+        operands = kernels_operands(op)
         result = op.results[0] if op.results else None
         if not operands or not isinstance(result, Region) or result.buffer not in alive:
             continue

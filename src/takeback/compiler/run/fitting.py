@@ -6,6 +6,7 @@ In: a finished program and the layout that `memory=` asked for. Out: that layout
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from takeback.compiler.capture.finish import Finished
@@ -20,9 +21,13 @@ from takeback.errors import MemoryTargetError, NoRoomError
 _SHARE = 0.96  #: of what is left, for a plan: allocators round, and torch takes some for itself
 _SHARE_FAST = 0.8  #: each generated kernel is compared with eager's, where it is used first
 LOWER = 0.75  #: of what a plan was to take that was refused memory, for the next
-
-
+_LOWERED = "memory='auto' would take"  #: begins the note of a plan that is lower than was asked for
 _TRIED = 1.1  #: times what is left: so far, a plan is tried, where to be refused memory is all that can happen
+
+
+def lowered(notes: Iterable[str]) -> bool:
+    """Whether these notes, of a report, say that a lower plan than that of "auto" was taken to fit."""
+    return any(note.startswith(_LOWERED) for note in notes)
 
 
 def needed_bytes(maker: PlanMaker, planned: Planned) -> int:
@@ -103,7 +108,7 @@ class Fitting:
                 self._check(finished, tight, room)
             tried = "" if self.most_bytes is None else ", which was not enough"
             self.notes.append(
-                f"memory='auto' would take {_mib(needed)} here, and {_mib(room.size_bytes)} are left by {room.limit}"
+                f"{_LOWERED} {_mib(needed)} here, and {_mib(room.size_bytes)} are left by {room.limit}"
                 f"{tried}: the plan takes {_mib(needed_bytes(maker, tight))}"
             )
             return tight
