@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes  # checked on 2.11 and 2.13
 from torch.utils.weak import WeakIdKeyDictionary
 
+from takeback.compiler.capture.modes import WithoutDispatchModes
 from takeback.compiler.program import Buffer, BufferId, Region, Role
 from takeback.errors import CaptureError
 
@@ -110,7 +110,7 @@ class BufferTable:
         """A copy of the tensor that belongs to the program."""
         ident = BufferId(len(self.buffers))
         self.constants += 1
-        with _disable_current_modes():  # fakes of other tensors may be about, but this is data
+        with WithoutDispatchModes():  # fakes of other tensors may be about, but this is data
             constant = tensor.detach().clone()
         size, where = constant.untyped_storage().nbytes(), self._elsewhere(constant)
         self.buffers[ident] = Buffer(ident, size, Role.CONSTANT, f"constant{ident}", where)

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch._C import DisableTorchFunction
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from takeback.compiler.capture.modes import be_on_function_stack_
+from takeback.compiler.capture.modes import WithoutDispatchModes, be_on_function_stack_
 from takeback.engine import transformed
 from takeback.errors import CaptureError
 
@@ -158,7 +158,7 @@ def running_products_differ() -> bool:
             seen.add(func)
             return func(*args, **(kwargs or {}))
 
-    with _disable_current_modes(), torch.enable_grad(), DisableTorchFunction():
+    with WithoutDispatchModes(), torch.enable_grad(), DisableTorchFunction():
         x = torch.ones(3, device="cpu", requires_grad=True)
         with Onlooking():
             torch.autograd.grad(x.cumprod(0).sum(), x)

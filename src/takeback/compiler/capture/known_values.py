@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # checked on 2.11 and 2.13
 
+from takeback.compiler.capture.modes import WithoutDispatchModes
 from takeback.compiler.capture.op_facts import facts_of
 from takeback.compiler.program import Argument, Buffer, BufferId, Op, Region, Role, Special
 
@@ -37,7 +37,7 @@ def known_value(
     roles = {buffers[b].role for b in needed}
     if not roles <= {Role.INTERNAL, Role.CONSTANT} or sum(buffers[b].size_bytes for b in needed) > _MOST_BYTES:
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with WithoutDispatchModes(), torch.no_grad():
         held = {b: _bytes(buffers[b], externals.get(b)) for b in needed}
         for op in reversed(behind):
             _run_(op, held)

@@ -64,8 +64,24 @@ def be_on_function_stack_(mode: TorchFunctionMode) -> None:
     overrides._push_mode(mode)
 
 
+class WithoutDispatchModes:
+    """Inside, no dispatch mode looks on. Torch has a generator for it: where Ctrl-C strikes on the way in, that ends
+    when it is collected, some time after the step was left, and puts modes on that nobody takes off any more."""
+
+    def __init__(self) -> None:
+        self._off: list[TorchDispatchMode] = []
+
+    def __enter__(self) -> None:
+        for _ in _get_current_dispatch_mode_stack():
+            self._off.append(_python_dispatch._pop_mode())
+
+    def __exit__(self, *error: object) -> None:
+        while self._off:
+            _python_dispatch._push_mode(self._off.pop())
+
+
 def be_on_dispatch_stack_(mode: TorchDispatchMode) -> None:
-    """The same for what `_disable_current_modes` takes off; others above it are left by whoever aborts the step."""
+    """The same for what `WithoutDispatchModes` takes off; others above it are left by whoever aborts the step."""
     if not any(m is mode for m in _get_current_dispatch_mode_stack()):
         _python_dispatch._push_mode(mode)
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # checked on 2.11 and 2.13
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from takeback.compiler.capture import outlives
 from takeback.compiler.capture.batch import map_leaves
@@ -24,7 +24,7 @@ from takeback.compiler.capture.eager_products import cross_entropy
 from takeback.compiler.capture.enclose import enclosed
 from takeback.compiler.capture.known_values import known_value
 from takeback.compiler.capture.looked_on import own_node, refuse_other_form
-from takeback.compiler.capture.modes import be_on_dispatch_stack_
+from takeback.compiler.capture.modes import WithoutDispatchModes, be_on_dispatch_stack_
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.capture.own_thread import OwnThread
 from takeback.compiler.capture.ran import Onlooker, origin_of_file, pause_profile_
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
         ]
         if kwargs or len(values) != len(args) or any(value is None for value in values):
             return func(*args, **kwargs)
-        with _disable_current_modes():
+        with WithoutDispatchModes():
             return func(*values)
 
     def _lift(self, tensor: torch.Tensor, site: Site | None) -> torch.Tensor:
@@ -276,7 +276,7 @@ class Recorder(TorchDispatchMode):
             )
         region = self.table.region(tensor)
         if self.table.buffers[region.buffer].role is not Role.CONSTANT:
-            with _disable_current_modes():
+            with WithoutDispatchModes():
                 held = self.table.constant(tensor)
             self.ops.append(Op(aten.equal.default, (region, held), {}, (True,), (), self.phase, False, site, True))
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # checked on 2.13
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from takeback.compiler.capture.modes import WithoutDispatchModes
 from takeback.compiler.capture.op_facts import facts_of, written_tensors
 from takeback.compiler.program import OpOverload
 from takeback.engine import saved_through_hooks
@@ -113,7 +114,7 @@ class _Tried:
 
 
 def _try(call: Call, kind: type[_WithoutBytes], hidden: Sequence[torch.Tensor]) -> _Tried:
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), _no_hooks():
+    with WithoutDispatchModes(), torch._C.DisableTorchFunction(), _no_hooks():
         trial = kind({t.untyped_storage()._cdata for t in tensors_in((call.args, call.kwargs))})
         unreadable = {id(t) for t in hidden}
         made: dict[int, torch.Tensor] = {}
