@@ -32,8 +32,8 @@ class Looking(TorchDispatchMode):
 
 
 def struck(without: Callable[[], AbstractContextManager[Any]], name: str, event: str, after: int = 0) -> bool:
-    """Enters modes and takes them off, and strikes Ctrl-C where a frame of that name has had so many such events and has
-    another; whether it did."""
+    """Enters modes, takes them off, and strikes Ctrl-C where a frame of that name has such an event, after so many of
+    them. Whether it did."""
     seen = 0
 
     def strike(frame: FrameType, what: str, arg: object) -> Any:

@@ -451,3 +451,63 @@ def test_whole_numbers_inside_of_vmap_are_recorded_as_they_are() -> None:
     g = torch.Generator().manual_seed(0)
     batches = [(torch.randn(6, 6, generator=g), torch.rand(6, generator=g) < 0.7) for _ in range(3)]
     assert plans_made(torch.nn.Linear(6, 6), loss_fn, batches) == [True, False, False]
+
+
+class _Split(torch.autograd.Function):
+    """Reads lengths in its backward, in C++."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(lengths)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (lengths,) = ctx.saved_tensors
+        return weighted(grad, lengths), None
+
+
+def weighted(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part * (i + 1) for i, part in enumerate(torch.tensor_split(x, lengths))])
+
+
+def asked_for(keep: bool) -> Callable[..., torch.Tensor]:
+    def loss_fn(model: torch.nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = (x * 1).requires_grad_()
+        h = model(x)
+        total = _Split.apply(h, lengths).sin().sum()
+        (grad,) = torch.autograd.grad(total, x, retain_graph=True, create_graph=keep)
+        return (grad * model.weight.sum()).sum() + h.sum()
+
+    return loss_fn
+
+
+def backwards(model: torch.nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    probe = (x * 1).detach().requires_grad_()
+    _Split.apply(probe, lengths).sin().sum().backward()
+    assert probe.grad is not None
+    return (model(x) * probe.grad.detach()).sum()
+
+
+def by_distance(model: torch.nn.Module, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.triplet_margin_with_distance_loss(
+        model(x),
+        x,
+        x + 1,
+        margin=100.0,
+        distance_function=lambda a, b: weighted((a - b).square(), lengths).sum(-1),
+    )
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [asked_for(False), asked_for(True), backwards, by_distance],
+    ids=["grad", "grad with a graph", "backward", "distance"],
+)
+def test_lengths_that_python_inside_of_a_call_reads_are_held(loss_fn: Callable[..., torch.Tensor]) -> None:
+    """Torch takes the mode off that would see it."""
+    engine = torch.autograd._engine_run_backward
+    one, two = torch.tensor([2, 5]), torch.tensor([3, 5])
+    batches = [(X, one), (X, one), (X, two), (X, one)]
+    assert plans_made(torch.nn.Linear(4, 4), loss_fn, batches) == [True, False, True, False]
+    assert torch.autograd._engine_run_backward is engine

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Hashable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack  # checked on 2.11 and 2.13
 
 from takeback.compiler.capture.modes import be_on_function_stack_
 from takeback.compiler.capture.ran import pause_profile_
@@ -26,6 +27,8 @@ from takeback.compiler.capture.trial import Call, OpForm, form_of, is_whole, nee
 
 #: These run Python of the user's, in which calls are seen for themselves.
 _BACKWARDS = (torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward)
+#: And this one, of all that may be overridden, is given a function of the user's. It reads nothing itself.
+_CALLS_BACK = torch.nn.functional.triplet_margin_with_distance_loss
 
 
 class Reads(TorchFunctionMode):
@@ -55,6 +58,11 @@ class Reads(TorchFunctionMode):
         finally:
             if profile is not None:
                 sys.setprofile(profile)
+        if func in _BACKWARDS:
+            with self._looking_into_engine():
+                return func(*args, **kwargs)
+        if func is _CALLS_BACK and callable(kwargs.get("distance_function")):
+            return func(*args, **{**kwargs, "distance_function": self._seen_in(kwargs["distance_function"])})
         if not tensors:
             return func(*args, **kwargs)
         recorder = self._recorder
@@ -80,29 +88,53 @@ class Reads(TorchFunctionMode):
             self.found.append((name, tensor.shape))
         return out
 
+    # Torch takes this mode off during a call, in which Python of the user's may run all the same.
+
+    def _seen_in(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """With this mode on again. Its ops are none of the call's."""
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            ops, self._recorder.seen = self._recorder.seen, None
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            finally:
+                self._recorder.seen = ops
+
+        return seen
+
     @contextlib.contextmanager
     def _looking_into_hooks(self) -> Iterator[None]:
-        """Torch takes this mode off during a call, in which the user's saved-tensor hooks run Python all the same: in
-        here it is on again for them. Their ops are none of the call's."""
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checked on 2.13
+        """Into those that pack what is saved for the backward."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # checked on 2.11 and 2.13
         if hooks is None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
             yield
             return
         pack, unpack = hooks
-
-        def seen(tensor: torch.Tensor) -> Any:
-            ops, self._recorder.seen = self._recorder.seen, None
-            try:
-                with self:
-                    return pack(tensor)
-            finally:
-                self._recorder.seen = ops
-
-        torch._C._autograd._push_saved_tensors_default_hooks(seen, unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(self._seen_in(pack), unpack)
         try:
             yield
         finally:
             torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    @contextlib.contextmanager
+    def _looking_into_engine(self) -> Iterator[None]:
+        """Into functions and hooks that a backward runs which the step itself asks for."""
+        engine, thread = torch.autograd._engine_run_backward, threading.get_ident()  # checked on 2.11 and 2.13
+        seen, goes_on = self._seen_in(engine), True
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            others = not goes_on or threading.get_ident() != thread
+            if others or any(mode is self for mode in _get_current_function_mode_stack()):
+                return engine(*args, **kwargs)
+            return seen(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run
+        try:
+            yield
+        finally:
+            goes_on = False
+            torch.autograd._engine_run_backward = engine
 
     def _suspects(self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the whole numbers without whose bytes the call does not dispatch the ops that it did."""
