@@ -69,7 +69,7 @@ trust: $(STAMP)
 	$(BIN)/python $(SAMPLES) --mode exact --samples 3 --key "ops, exact, auto"
 	$(BIN)/python $(SAMPLES) --mode fast --samples 3 --kernels traced --memory keep --key "ops, fast, traced"
 	$(BIN)/python $(SAMPLES) --of modules --mode fast --samples 4 --kernels traced $(HARD) --key "modules, fast, traced"
-	$(BIN)/python $(SAMPLES) --mode fast --kernels generated --memory keep --key "ops, fast, generated kernels"
+	$(BIN)/python $(SAMPLES) --mode fast --kernels generated --memory keep --processes 2 --key "ops, fast, generated kernels"
 	$(BIN)/python benchmarks/transformers_models.py --json benchmarks/results/transformers-models.json
 	$(BIN)/python benchmarks/transformers_models.py --mode fast --memory min --json benchmarks/results/transformers-models-fast.json
 	$(BIN)/python benchmarks/transformers_models.py --markdown docs/models.md

@@ -2,6 +2,7 @@
 
     python benchmarks/op_samples.py [--of ops|modules] [--mode fast|exact] [--memory auto] [--early] [--poison]
         [--kernels eager|traced|generated] [--samples 1] [--limit N] [--only NAME ...] [--json FILE --key NAME]
+        [--processes N]
 
 From `torch.testing._internal`: `common_methods_invocations.op_db` and `common_modules.module_db`, on the CPU, in
 float32, the first samples of each. A step multiplies each floating-point tensor of the sample by a parameter of its
@@ -9,7 +10,8 @@ own, calls the op, and adds up what it gives; whole numbers move on along a dime
 does not accept one of these, that tensor is taken as it is. sample_steps.py says how it is trained and what the
 outcomes are. In mode fast clusters run with eager's kernels, so that what is looked at is the plan; with `--kernels
 traced` as what Inductor would be given, op by op, each compared with double precision; with `--kernels generated`
-Inductor compiles them, a few seconds each. The JSON file holds several such runs, by `--key`.
+Inductor compiles them, a few seconds each. The JSON file holds several such runs, by `--key`. Of several processes each
+takes every so-manieth op.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import argparse
 import collections
 import datetime
 import json
+import subprocess
+import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,13 +190,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="ops by name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--key", default="run", help="under which name it is put into the JSON file")
+    parser.add_argument("--processes", type=int, default=1, help="that share the ops")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    if asked.processes > 1:
+        at_once(asked)
+    else:
+        try_all(asked)
+
+
+def try_all(asked: argparse.Namespace) -> None:
     how = How(asked.mode, asked.memory, "early" if asked.early else "end", asked.poison, asked.kernels)
     how.use_kernels_()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     infos = differentiable() if asked.of == "ops" else modules()
     infos = [info for info in infos if not asked.only or info.name in asked.only][: asked.limit]
+    infos = infos[asked.part[0] :: asked.part[1]]
     subjects_of = subjects_of_op if asked.of == "ops" else subjects_of_module
     rows: list[Row] = []
     varied: collections.Counter[str] = collections.Counter()
@@ -208,24 +223,78 @@ def main() -> None:
                 print(rows[-1], flush=True)
         if done % 20 == 0 or done == len(infos):
             print(f"{time.perf_counter() - start:.0f} s, {done} of {len(infos)}: {counts(rows)}", flush=True)
-            if asked.json is not None:
-                known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
-                known[asked.key] = {
-                    "date": datetime.date.today().isoformat(),
-                    "minutes": round((time.perf_counter() - start) / 60, 1),
-                    "machine": machine(),
-                    "how": asdict(how) | {"of": asked.of, "steps": STEPS, "samples of each": asked.samples},
-                    "subjects": done,
-                    "counts": counts(rows),
-                    "operands": dict(varied),
-                    "least replays": min((r.replays for r in rows if r.outcome != "refused"), default=0),
-                    "kernels": {
-                        "generated": sum(r.generated for r in rows),
-                        "given up": sum(len(r.given_up) for r in rows),
-                    },
-                    "rows": list(as_data(rows)),
-                }
-                asked.json.write_text(json.dumps(known, indent=1) + "\n")
+            found = {
+                "how": asdict(how) | {"of": asked.of, "steps": STEPS, "samples of each": asked.samples},
+                "subjects": done,
+                "counts": counts(rows),
+                "operands": dict(varied),
+                "least replays": min((r.replays for r in rows if r.outcome != "refused"), default=0),
+                "kernels": {
+                    "generated": sum(r.generated for r in rows),
+                    "given up": sum(len(r.given_up) for r in rows),
+                },
+                "rows": list(as_data(rows)),
+            }
+            write_(asked, found, time.perf_counter() - start)
+
+
+def at_once(asked: argparse.Namespace) -> None:
+    """In processes of their own, whose rows come together in the order of the ops."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.json" for i in range(asked.processes)]
+        parts = [
+            subprocess.Popen(
+                [
+                    *(sys.executable, __file__, *sys.argv[1:]),
+                    *(
+                        "--processes",
+                        "1",
+                        "--part",
+                        str(i),
+                        str(len(files)),
+                        "--json",
+                        str(file),
+                    ),  # the last word counts
+                ]
+            )
+            for i, file in enumerate(files)
+        ]
+        ended = [part.wait() for part in parts]
+        if any(ended):
+            raise SystemExit(f"processes ended with {ended}: nothing is written")
+        parts_found = [json.loads(file.read_text())[asked.key] for file in files]
+    names = [info.name for info in (differentiable() if asked.of == "ops" else modules())]
+    found = merged(parts_found, names)
+    write_(asked, found, time.perf_counter() - start)
+    print(found["counts"])
+
+
+def merged(parts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """What parts of the ops came to, as one; rows in the order of `names`."""
+    added = {
+        key: dict(sum((collections.Counter(part[key]) for part in parts), collections.Counter[str]()))
+        for key in ("operands", "kernels")
+    }
+    return {
+        "how": parts[0]["how"],
+        "subjects": sum(part["subjects"] for part in parts),
+        "counts": {outcome: sum(part["counts"][outcome] for part in parts) for outcome in parts[0]["counts"]},
+        **{key: {name: added[key].get(name, 0) for name in parts[0][key]} for key in added},
+        "least replays": min(part["least replays"] for part in parts),
+        "rows": sorted(
+            (row for part in parts for row in part["rows"]), key=lambda row: (names.index(row["op"]), row["sample"])
+        ),
+    }
+
+
+def write_(asked: argparse.Namespace, found: Mapping[str, Any], seconds: float) -> None:
+    if asked.json is None:
+        return
+    known = json.loads(asked.json.read_text()) if asked.json.exists() else {}
+    about = {"date": datetime.date.today().isoformat(), "minutes": round(seconds / 60, 1), "machine": machine()}
+    known[asked.key] = about | dict(found)
+    asked.json.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -151,3 +151,35 @@ def test_index_that_is_frozen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_steps, "LEAST_REPLAYS", 9)
     row = op_samples.outcome(gather, how)
     assert (row.outcome, row.reason) == ("refused", sample_steps.FEW_REPLAYS)
+
+
+def test_parts_of_several_processes_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    op_samples = importlib.import_module("op_samples")
+
+    def part(op: str, sample: int, **other: Any) -> dict[str, Any]:
+        row = {"op": op, "sample": sample, "outcome": "refused", "reason": "because"}
+        found = {
+            "how": {"mode": "fast"},
+            "subjects": 2,
+            "counts": {"equal": 3, "refused": 1},
+            "operands": {"floating-point operands": 5},
+            "least replays": 3,
+            "kernels": {"generated": 4, "given up": 0},
+            "rows": [row],
+        }
+        return found | other
+
+    found = op_samples.merged([part("b", 1), part("a", 0, **{"least replays": 2})], ["a", "b"])
+    assert found == {
+        "how": {"mode": "fast"},
+        "subjects": 4,
+        "counts": {"equal": 6, "refused": 2},
+        "operands": {"floating-point operands": 10},
+        "kernels": {"generated": 8, "given up": 0},
+        "least replays": 2,
+        "rows": [
+            {"op": "a", "sample": 0, "outcome": "refused", "reason": "because"},
+            {"op": "b", "sample": 1, "outcome": "refused", "reason": "because"},
+        ],
+    }
