@@ -15,6 +15,7 @@ from random import Random
 
 import byte_tags
 import pytest
+import torch
 from judging import KINDS, AnyMutant, Verdict, rejection
 from mutant import moved, owners_of, span_of
 from plans_to_break import RECIPES, Subject, group_of_one, made
@@ -30,7 +31,16 @@ CATCHING = re.findall(
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Subject]]:
+def _one_thread() -> Iterator[None]:
+    """A fork has no others: a product in two of them would wait for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def subjects(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Subject]]:
     with group_of_one(tmp_path_factory.mktemp("group")) as group:
         yield [made(recipe, group) for recipe in RECIPES if recipe.quick]
 
