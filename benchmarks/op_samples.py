@@ -82,9 +82,15 @@ def modules() -> list[Any]:
     return list(module_db)
 
 
+def named(info: Any) -> str:
+    """An op or a module. Of an op there may be variants."""
+    variant = getattr(info, "variant_test_name", "")
+    return f"{info.name}.{variant}" if variant else str(info.name)
+
+
 def subjects_of_op(op: Any, count: int) -> Iterator[Subject | Row]:
     """Of its first samples; a row for one of which there can be no step."""
-    name = op.name + (f".{op.variant_test_name}" if op.variant_test_name else "")
+    name = named(op)
     torch.manual_seed(0)
     for number, sample in enumerate(op.sample_inputs("cpu", torch.float32, requires_grad=False)):
         if number >= count:
@@ -264,7 +270,7 @@ def at_once(asked: argparse.Namespace) -> None:
         if any(ended):
             raise SystemExit(f"processes ended with {ended}: nothing is written")
         parts_found = [json.loads(file.read_text())[asked.key] for file in files]
-    names = [info.name for info in (differentiable() if asked.of == "ops" else modules())]
+    names = [named(info) for info in (differentiable() if asked.of == "ops" else modules())]
     found = merged(parts_found, names)
     write_(asked, found, time.perf_counter() - start)
     print(found["counts"])

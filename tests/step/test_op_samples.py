@@ -157,6 +157,9 @@ def test_parts_of_several_processes_come_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     op_samples = importlib.import_module("op_samples")
 
+    assert "nn.functional.pad.constant" in map(op_samples.named, op_samples.differentiable())
+    assert all("variant" not in op_samples.named(module) for module in op_samples.modules())
+
     def part(op: str, sample: int, **other: Any) -> dict[str, Any]:
         row = {"op": op, "sample": sample, "outcome": "refused", "reason": "because"}
         found = {
