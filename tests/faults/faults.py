@@ -481,12 +481,50 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: nobody looks at what a hook reads while it saves a tensor",
         "compiler/capture/reads.py",
-        "        torch._C._autograd._push_saved_tensors_default_hooks(seen, unpack)\n",
+        "        torch._C._autograd._push_saved_tensors_default_hooks(self._seen_in(pack), unpack)\n",
         "        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)\n",
         (
             "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_another_tensor_while_it_saves_one_is_held",
             "tests/step/test_hidden_reads.py::test_what_a_hook_reads_of_the_tensor_that_it_saves_is_held",
         ),
+    ),
+    PlantedFault(
+        "capture: nobody looks into a backward that the step asks for",
+        "compiler/capture/reads.py",
+        "        torch.autograd._engine_run_backward = run\n",
+        "        torch.autograd._engine_run_backward = engine\n",
+        tuple(
+            f"tests/step/test_hidden_reads.py::test_lengths_that_python_inside_of_a_call_reads_are_held[{name}]"
+            for name in ("grad", "backward")
+        ),
+    ),
+    PlantedFault(
+        "capture: a frozen attention sees that something looks on",
+        "compiler/capture/modes.py",
+        "            overrides.has_torch_function = _is_overridden\n",
+        "            overrides.has_torch_function = _has_torch_function\n",
+        ("tests/step/test_frozen_attention.py::test_fast_path_is_the_one_that_is_recorded",),
+    ),
+    PlantedFault(
+        "capture: a switch of torch's attention is not watched",
+        "compiler/capture/modes.py",
+        "        torch.backends.mha.get_fastpath_enabled(),\n",
+        "",
+        ("tests/step/test_frozen_attention.py::test_step_is_recorded_anew_when_the_fast_path_is_switched_off",),
+    ),
+    PlantedFault(
+        "capture: modes that are off for a while stay off",
+        "compiler/capture/modes.py",
+        "            self._off.append(_python_dispatch._pop_mode())\n",
+        "            _python_dispatch._pop_mode()\n",
+        ("tests/capture/test_modes.py::test_modes_are_off_inside_and_on_again_in_their_order",),
+    ),
+    PlantedFault(
+        "run: each size of a cluster gets a kernel of its own, for ever",
+        "compiler/run/kernel_families.py",
+        "        if len(alone) < _MOST_PLANS * beside:\n",
+        "        if True:\n",
+        ("tests/run/test_kernel_families.py::test_lengths_that_never_come_again_do_not_each_bring_kernels",),
     ),
     PlantedFault(
         "facts: products of complex numbers are written onto their operands",
