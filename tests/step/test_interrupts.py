@@ -33,7 +33,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
-from takeback.compiler.capture import leaks
+from takeback.compiler.capture import eager_products, leaks, reads
 from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.program import Phase
@@ -572,6 +572,30 @@ def test_ctrl_c_while_torch_has_taken_a_function_mode_off_is_raised_and_leaves_t
             course.take()
         assert struck
         assert _get_current_function_mode_stack() == own
+    course.compile()
+    course.advance(3)
+
+
+@pytest.mark.parametrize("module", [reads, eager_products], ids=["reads", "products"])
+def test_ctrl_c_on_the_way_out_of_a_recordings_mode_takes_the_step_back(
+    module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode is on when counters are put back, and must not take that for an op of the step's."""
+    on_stack = module.be_on_function_stack_
+    struck: list[TorchFunctionMode] = []
+
+    def strike(mode: TorchFunctionMode) -> None:
+        if not struck:
+            struck.append(mode)
+            press_ctrl_c()
+        on_stack(mode)
+
+    course = Course(adamw, memory="keep")
+    monkeypatch.setattr(module, "be_on_function_stack_", strike)
+    with pytest.raises(KeyboardInterrupt):
+        course.take()
+    assert struck
+    assert _get_current_function_mode_stack() == []
     course.compile()
     course.advance(3)
 

@@ -64,6 +64,18 @@ def be_on_function_stack_(mode: TorchFunctionMode) -> None:
     overrides._push_mode(mode)
 
 
+def be_off_function_stack_(*gone: object) -> None:
+    """Takes these off, however often they are on: where Ctrl-C strikes just after a mode has been put on, nobody leaves
+    it, and the next one to leave it finds it there twice."""
+    others = []
+    while _get_current_function_mode_stack():
+        top = overrides._pop_mode()
+        if not any(top is mode for mode in gone):
+            others.append(top)
+    for other in reversed(others):
+        overrides._push_mode(other)
+
+
 class WithoutDispatchModes:
     """Inside, no dispatch mode looks on. Torch has a generator for it: where Ctrl-C strikes on the way in, that ends
     when it is collected, some time after the step was left, and puts modes on that nobody takes off any more."""

@@ -134,7 +134,8 @@ class Reads(TorchFunctionMode):
             yield
         finally:
             goes_on = False
-            torch.autograd._engine_run_backward = engine
+            if torch.autograd._engine_run_backward is run:  # after Ctrl-C this may come late
+                torch.autograd._engine_run_backward = engine
 
     def _suspects(self, call: Call, tensors: Sequence[torch.Tensor], numbers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the whole numbers without whose bytes the call does not dispatch the ops that it did."""

@@ -38,7 +38,7 @@ from takeback.compiler.capture.eager_products import EagerProducts
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
-from takeback.compiler.capture.modes import modes, unnoticed
+from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
@@ -468,14 +468,15 @@ def _attempt(
             exact=subject.exact,
         )
         on_abort(recorder.rewind_)
+        reads = Reads(recorder) if real else contextlib.nullcontext()
+        products = EagerProducts() if subject.exact else contextlib.nullcontext()
         try:
-            reads = Reads(recorder) if real else contextlib.nullcontext()
-            products = EagerProducts() if subject.exact else contextlib.nullcontext()
             wires = tripwires(own, follows_numpy=bool(drawers))
             with wires, torch.enable_grad(), onlooker, reads, products, calls.of(recorder), traced(numbers) as trace:
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
+            be_off_function_stack_(reads, products)
             recorder.rewind_()
             put_holders_back_(subject.derived)
             for p in subject.parameters:
