@@ -65,8 +65,8 @@ def be_on_function_stack_(mode: TorchFunctionMode) -> None:
 
 
 def be_off_function_stack_(*gone: object) -> None:
-    """Takes these off, however often they are on: where Ctrl-C strikes just after a mode has been put on, nobody leaves
-    it, and the next one to leave it finds it there twice."""
+    """Takes these off, however often they are on: where Ctrl-C strikes just after a mode has been put on, or on its way
+    out, nobody leaves it."""
     others = []
     while _get_current_function_mode_stack():
         top = overrides._pop_mode()
