@@ -170,13 +170,15 @@ class Tally:
 @contextlib.contextmanager
 def swallowed(tally: Tally) -> Iterator[None]:
     """Python drops what is raised in finalizers and in callbacks of the garbage collector (hypothesis has one), and
-    calls a hook. There a Ctrl-C is lost, with or without a compiled step: it is counted."""
+    calls a hook. There a Ctrl-C is lost, with or without a compiled step: it is counted. Another exception there is of
+    what the Ctrl-C has left half-made: a fault."""
     before = sys.unraisablehook
 
     def hook(dropped: Any) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             tally.swallowed += 1
         else:
+            tally.fault(f"dropped: {dropped.exc_type.__name__}", f"{dropped.exc_value} in {dropped.object}")
             before(dropped)
 
     sys.unraisablehook = hook

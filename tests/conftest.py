@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if (wheel := os.environ.get("TAKEBACK_WHEEL")) and not Path(takeback.__file__).is_relative_to(wheel):
         raise pytest.UsageError(f"the tests are to run from the wheel in {wheel}, and takeback is {takeback.__file__}")
     _seed_the_cpu_alone()
-    for threads in {1, 2, torch.get_num_threads()}:
-        calibrate.keep_(open_cache(), "cpu", threads, RATES)
+    for count in {1, 2, torch.get_num_threads()}:
+        calibrate.keep_(open_cache(), "cpu", count, RATES)
     if getattr(config.option, "numprocesses", None) or config.option.collectonly:
         libraries = (activated_cpu._library, norms_cpu._library, row_steps_cpu._library, allocator.load)
         with concurrent.futures.ThreadPoolExecutor() as pool, warnings.catch_warnings():

@@ -56,6 +56,39 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+class WeakStorage:
+    """A storage that is not kept alive. While this object lives, no other storage has its `key`. torch's own, which
+    Ctrl-C can leave half-made, then raises in its finalizer; this one is whole from the start."""
+
+    key = 0  #: as storage_key() gives it; nothing is held yet
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.key = int(storage._weak_ref())
+
+    def expired(self) -> bool:
+        """Whether nobody else holds the storage any more."""
+        return bool(torch.UntypedStorage._expired(self.key))
+
+    def lock(self) -> torch.UntypedStorage | None:
+        """The storage, if somebody still holds it."""
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.key)
+        return found
+
+    def address(self) -> int | None:
+        """Where its bytes begin; None where there are none."""
+        storage = self.lock()
+        return (storage.data_ptr() or None) if storage is not None else None
+
+    def is_lent(self) -> bool:
+        """Whether others than torch know the bytes: a numpy array was made of them, or they of it."""
+        storage = self.lock()
+        return storage is not None and not storage.resizable()
+
+    def __del__(self, free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref) -> None:
+        if self.key:  # `free` is at hand: at Python's end torch may be gone
+            free(self.key)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often torch has counted a write to the tensor's bytes."""
     return int(tensor._version)

@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from takeback.engine import cuda_stream, storage_key, version_of
+from takeback.engine import WeakStorage, cuda_stream, storage_key, version_of
 from takeback.workspace.internals import traced
 
 
@@ -66,12 +65,12 @@ class NormCache:
     def _renew(self, p: torch.Tensor, old: _KnownNorm | None, seen: tuple[object, ...]) -> torch.Tensor:
         """Computes, and keeps what the parameter was before."""
         param = old.param if old is not None else weakref.ref(p, functools.partial(_forget, self._entries, id(p)))
-        same = old is not None and old.storage.cdata == seen[1]
-        storage = old.storage if old is not None and same else StorageWeakRef(p.untyped_storage())
+        same = old is not None and old.storage.key == seen[1]
+        storage = old.storage if old is not None and same else WeakStorage(p.untyped_storage())
         # A norm that was made in inference mode could not be used outside.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             norm = self._compute(p)
-        if storage.cdata == seen[1]:  # else another thread has just put other memory there
+        if storage.key == seen[1]:  # else another thread has just put other memory there
             self._entries[id(p)] = _KnownNorm(param, seen, norm, storage)
         return norm
 
@@ -116,7 +115,7 @@ class _KnownNorm(NamedTuple):
     param: weakref.ref[torch.Tensor]
     seen: tuple[object, ...]
     norm: torch.Tensor
-    storage: StorageWeakRef
+    storage: WeakStorage
 
 
 def _without_norms(norm_type: float, dtype: torch.dtype | None, through: tuple[torch.Tensor, ...]) -> NormCache:

@@ -38,7 +38,9 @@ from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.program import Phase
 from takeback.compiler.run import allocator
+from takeback.engine import WeakStorage
 from takeback.errors import CaptureError
+from takeback.grads.half_way import Unfinished
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search", "ctrl_c_raises")
 
@@ -400,12 +402,12 @@ def test_ctrl_c_at_any_time_leaves_the_state_of_a_complete_step() -> None:
 
 class Stopwatch:
     """Presses Ctrl-C before the n-th line of Python that `work` runs in takeback, or where contexts are left: the same
-    one in every run. `struck` says whether there was such a line."""
+    one in every run. `struck` says whether there was such a line. Or before the n-th instruction outside finalizers."""
 
     _WATCHED = ("takeback", "contextlib.py", "_python_dispatch.py", "grad_mode.py", "<")
 
-    def __init__(self, number: int) -> None:
-        self.lines, self._number, self.struck = 0, number, False
+    def __init__(self, number: int, *, every_instruction: bool = False) -> None:
+        self.lines, self._number, self.struck, self._all = 0, number, False, every_instruction
 
     def __call__(self, work: Callable[[], object]) -> None:
         before = sys.gettrace()
@@ -423,6 +425,9 @@ class Stopwatch:
             return None
         if code.co_name == "<genexpr>":
             return None  # what is raised while one is dropped half-way is swallowed by Python
+        if self._all and code.co_name == "__del__":
+            return None  # likewise
+        frame.f_trace_opcodes = self._all
         if code.co_code[frame.f_lasti] == dis.opmap["NOP"]:
             return self._trace  # the line of a try: Python looks for no signals there, and no handler covers it
         self.lines += 1
@@ -1037,6 +1042,23 @@ def test_step_is_copied_as_what_it_was_made_of_without_plans(how: str) -> None:
             torch.manual_seed(10 + i)
             step(*xy(10 + i))
         assert_same(snapshot(other._model, other._optimizers.only), pair.state(), f"after step {i} of both")
+
+
+@pytest.mark.parametrize("make", [lambda: WeakStorage(torch.ones(2).untyped_storage()), lambda: Unfinished(1)])
+def test_ctrl_c_while_an_object_is_made_that_has_a_finalizer(
+    make: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's StorageWeakRef would say in its own that something is missing."""
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    for moment in range(1, 100):
+        watch = Stopwatch(moment, every_instruction=True)
+        watch(make)
+        gc.collect()
+        assert not dropped, moment
+        if not watch.struck:
+            break
+    assert moment > 5
 
 
 # -- random moments ------------------------------------------------------------------------------------------------

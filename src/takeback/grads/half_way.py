@@ -40,7 +40,7 @@ class Unfinished:
         self._slots.clear()
 
     def __del__(self) -> None:
-        for slot in self._slots.values():
+        for slot in getattr(self, "_slots", {}).values():  # none where Ctrl-C struck on the way into __init__
             slot.abandoned(self._backward)
 
 

@@ -1,4 +1,4 @@
-"""What only torch's internals can say: what a node has saved, a storage held weakly, the entry to the autograd engine.
+"""What only torch's internals can say: what a node has saved, and the entry to the autograd engine.
 
 A guard must not change what it watches. Nodes are asked through `_raw_saved_*`, which unpacks nothing, so no checkpoint
 is computed again; storages are held by weak pointers, so that a node which counts references sees its own. Everything
@@ -17,37 +17,11 @@ from typing import Any
 import torch
 from torch.autograd import graph
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch, checkpoint
 
 Run = Callable[..., Any]
 MODULE_CALL = torch.nn.Module._call_impl.__code__
 """The frame of a module's call: its `self` is the module."""
-
-
-class WeakStorage:
-    """A storage that is not kept alive. While this object lives, `key` is given to no other storage."""
-
-    __slots__ = ("_ref", "key")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._ref = StorageWeakRef(storage)
-        self.key = int(storage._cdata)
-
-    def lock(self) -> torch.UntypedStorage | None:
-        """The storage, if somebody still holds it."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
-        return found
-
-    def address(self) -> int | None:
-        """Where its bytes begin; None where there are none."""
-        storage = self.lock()
-        return (storage.data_ptr() or None) if storage is not None else None
-
-    def is_lent(self) -> bool:
-        """Whether others than torch know the bytes: a numpy array was made of them, or they of it."""
-        storage = self.lock()
-        return storage is not None and not storage.resizable()
 
 
 def address_of(tensor: torch.Tensor) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from takeback.guard.engine import WeakStorage
+from takeback.engine import WeakStorage
 
 Key = tuple[int, int, int, tuple[tuple[int, int], ...]]
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -11,11 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from takeback.compiler.capture.modes import WithoutDispatchModes
 from takeback.compiler.program import Buffer, BufferId, Region, Role
+from takeback.engine import WeakStorage
 from takeback.errors import CaptureError
 
 
@@ -30,7 +30,7 @@ def _tells_of_deaths() -> bool:
     """Whether this torch's storages do so; checked on 2.13. If not, each is asked before each op."""
     fired: list[object] = []
     tensor = torch.empty(1, device="cpu")
-    watch, weak = weakref.ref(tensor.untyped_storage(), fired.append), StorageWeakRef(tensor.untyped_storage())
+    watch, weak = weakref.ref(tensor.untyped_storage(), fired.append), WeakStorage(tensor.untyped_storage())
     early = bool(fired) or watch() is None
     del tensor
     return not early and len(fired) == 1 and weak.expired()
@@ -61,8 +61,8 @@ class BufferTable:
         self._batch = tuple(batch)
         self._reachable = {t.untyped_storage()._cdata for t in reachable if t.layout is torch.strided}
         self._by_storage: dict[int, BufferId] = {}
-        self._weak: dict[BufferId, StorageWeakRef] = {}
-        self._alive: dict[BufferId, StorageWeakRef] = {}
+        self._weak: dict[BufferId, WeakStorage] = {}
+        self._alive: dict[BufferId, WeakStorage] = {}
         self._died: list[_Deathwatch] = []  #: since the last op; a list, for any thread may free a storage
         self._watches: dict[BufferId, _Deathwatch] = {}
         self._watched = _tells_of_deaths()
@@ -133,7 +133,7 @@ class BufferTable:
         ident = BufferId(len(self.buffers))
         storage = tensor.untyped_storage()
         self.buffers[ident] = Buffer(ident, storage.nbytes(), role, name, self._elsewhere(tensor))
-        self._weak[ident] = StorageWeakRef(storage)  # keeps the address from being used again
+        self._weak[ident] = WeakStorage(storage)  # keeps the address from being used again
         self._by_storage[storage._cdata] = ident
         return ident
 
