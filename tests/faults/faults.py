@@ -513,6 +513,30 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_frozen_attention.py::test_step_is_recorded_anew_when_the_fast_path_is_switched_off",),
     ),
     PlantedFault(
+        "plan: what there is room to keep is rebuilt all the same",
+        "compiler/plan/rebuild_greedy.py",
+        "            if found.peak_bytes <= room_bytes and found.cost_ns <= best.cost_ns:\n",
+        "            if False:\n",
+        ("tests/passes/test_rebuild_search.py::test_frontier_has_no_hole_where_the_solver_finds_nothing",),
+    ),
+    PlantedFault(
+        "plan: what is kept for there is room may be above the room",
+        "compiler/plan/rebuild_greedy.py",
+        "            if found.peak_bytes <= room_bytes and found.cost_ns <= best.cost_ns:\n",
+        "            if found.cost_ns <= best.cost_ns:\n",
+        ("tests/plan/test_rebuild_solve.py::test_answer_with_less_is_right_and_within_its_room",),
+    ),
+    PlantedFault(
+        "run: results that a kernel asks for in another order are copied into place in every replay",
+        "compiler/run/arena_executor.py",
+        "            if set(owners) == set(owners.values()):  # each lies where another one belongs\n",
+        "            if False:\n",
+        (
+            "tests/step/test_fast.py::"
+            "test_kernel_that_asks_for_its_results_in_another_order_writes_them_into_their_places",
+        ),
+    ),
+    PlantedFault(
         "capture: modes that are off for a while stay off",
         "compiler/capture/modes.py",
         "            self._off.append(_python_dispatch._pop_mode())\n",

@@ -164,6 +164,38 @@ def test_search_without_a_proof_says_so_and_a_proved_one_says_nothing(
     assert not search.cut_short
 
 
+def test_frontier_has_no_hole_where_the_solver_finds_nothing(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each point begins with the one below it, less what it has room for."""
+    monkeypatch.setattr(recompute_module, "_LEVEL_VISITS", 1)
+    points = Search(draft, a_second, LIMIT_S).frontier()
+    keep, lowest = points[0], points[-1]
+    for part in (0.25, 0.5, 0.75):
+        room = lowest.peak_bytes + part * (keep.peak_bytes - lowest.peak_bytes)
+        cheapest = min(point.added_s for point in points if point.peak_bytes <= room)
+        assert cheapest <= (1.2 - part) * lowest.added_s
+
+
+def test_room_is_searched_no_further_than_it_reaches(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    honest = RebuildSolver.lowest_cost
+
+    def counted(self: RebuildSolver, peak_bytes: int, *rest: object, **named: object) -> SolverOutcome:
+        asked.append(peak_bytes)
+        return honest(self, peak_bytes, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RebuildSolver, "lowest_cost", counted)
+    search = Search(draft, a_second, LIMIT_S)
+    keep, lowest = search.keep.peak_bytes, search.lowest().peak_bytes
+    room = lowest + (keep - lowest) // 3
+    point = search.point(Below(room))
+    assert point.peak_bytes <= room
+    some = len(asked)
+    assert 0 < some <= recompute_module.LEVELS // 3 + 2
+    assert search.frontier()[-1].peak_bytes == lowest
+    assert len(asked) == recompute_module.LEVELS - 1, "none is searched for twice"
+    assert search.point(Below(room)) == point
+
+
 def test_notes_of_a_draft_are_added_to(draft: Draft) -> None:
     noted = replace(draft, notes=("before",))
     assert recompute(noted, goal=Lowest(), chooser=Chooser(a_second, 0.0)).notes[0] == "before"

@@ -11,7 +11,7 @@ from long_steps import digest, long_step
 from random_rebuild_problems import answer_of, every_choice, is_right, problem_of, rebuild_problems, unknowns
 
 from takeback.compiler.plan.rebuild_check import check_answer
-from takeback.compiler.plan.rebuild_greedy import answer_with, cheapest_first
+from takeback.compiler.plan.rebuild_greedy import answer_with, cheapest_first, with_less
 from takeback.compiler.plan.rebuild_problem import (
     RebuildAnswer,
     RebuildProblem,
@@ -175,6 +175,38 @@ def test_cheapest_first_grows_and_lowers_the_peak_of_a_long_step() -> None:
     assert [len(a.rebuilt) for a in found] == sorted(len(a.rebuilt) for a in found)
     assert found[-1].peak_bytes < 0.8 * kept.peak_bytes
     assert kept.peak_bytes == max(kept_bytes(rows.problem))
+
+
+@quick
+@given(rebuild_problems)
+def test_answer_with_less_is_right_and_within_its_room(problem: RebuildProblem) -> None:
+    rows = RebuildRows(problem)
+    classes = rows.families(1)
+    for answer in right_answers(rows):
+        for room in (answer.peak_bytes - 1, answer.peak_bytes, max(kept_bytes(problem))):
+            for tied in (None, classes):
+                found = with_less(rows, answer, room, tied)
+                check_answer(problem, found)
+                assert found.cost_ns <= answer.cost_ns
+                assert found.peak_bytes <= room or found == answer
+                assert found.rebuilt <= answer.rebuilt
+
+
+def test_answer_with_less_leaves_out_what_costs_most_for_its_size_and_what_only_that_needed() -> None:
+    rows = RebuildRows(long_step(8))
+    lowest = RebuildSolver(rows, groups=UNTIED).lowest_peak(None, LONG).answer
+    assert lowest is not None
+    kept = answer_with(rows, ())
+    assert with_less(rows, lowest, kept.peak_bytes).rebuilt == frozenset(), "there is room for all"
+    costs = []
+    for part in range(9):
+        room = lowest.peak_bytes + (kept.peak_bytes - lowest.peak_bytes) * part // 8
+        best = RebuildSolver(rows, groups=UNTIED).lowest_cost(room, LONG).answer
+        assert best is not None
+        costs.append(with_less(rows, lowest, room).cost_ns)
+        assert costs[-1] <= 1.25 * best.cost_ns + COST_GAP * rows.problem.step_ns, part
+    assert costs == sorted(costs, reverse=True)
+    assert len(set(costs)) > 5
 
 
 # -- problems that are none ----------------------------------------------------------------------------------

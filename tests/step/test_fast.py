@@ -407,6 +407,38 @@ def _program(pair: Pair) -> Program:
     return plan.executor.program
 
 
+def test_kernel_that_asks_for_its_results_in_another_order_writes_them_into_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Results of one size cannot be told apart by what is asked for: where they are is looked at."""
+
+    def backwards(cluster: Cluster, device: torch.device) -> Callable[[list[Tensor]], Any]:
+        right = eagerly(cluster)
+
+        def call(operands: list[Tensor]) -> list[Tensor]:
+            with torch.no_grad():
+                return [result.clone() for result in reversed(right(operands))][::-1]
+
+        return call
+
+    monkeypatch.setattr(kernels, "compile_cluster", backwards)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(3)))
+    twin = copy.deepcopy(model)
+    step = tb.compile_step(model, lambda m, x: m(x).square().mean(), sgd(model), mode="fast", memory="keep")
+    eager = sgd(twin)
+    for i in range(8):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(i))
+        step(x)
+        eager_step(twin, lambda m, x: m(x).square().mean(), eager, (x,))
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+    [plan] = step._plans
+    assert any(isinstance(op.target, Cluster) and len(op.results) > 1 for op in plan.executor.program.ops)
+    counters = plan.executor.counters
+    assert (counters.landed, counters.misses) == (0, 0)
+
+
 def test_step_that_is_over_leaves_its_executor_to_nobody() -> None:
     """The kernels outlive the executors that call them, and hold none."""
     pair = Pair()

@@ -18,7 +18,6 @@ from takeback.compiler.program import BufferId, Op, Program
 from takeback.options import Options
 
 MOST_COPIES = 3
-_LEVELS = 6  #: of the frontier: enough to choose from, in half the time
 
 WhatIf = Callable[[Report], Iterable[Tip]]
 """Another setting, planned: the tips that come of it for a report."""

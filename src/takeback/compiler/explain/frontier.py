@@ -110,10 +110,16 @@ def find_frontier(
     told = settings_for(program, options, seconds, home=home, progress=say)
     told = replace(told, goal=Lowest())
     search = search_of(program, kept, told)
+    above = _with_fewer_shadows(program, kept, told, search.draft.shadows)
+    found = [(point, search.draft.program) for point in (*above, *search.frontier(levels))]
+    if told.fast:  # some lowest peaks are without waiting, as for a plan
+        say("looking for a lower peak without waiting")
+        other = search_of(program, kept, replace(told, waits=False))
+        lower = other.frontier(levels, found[-1][0].peak_bytes)
+        found += [(point, other.draft.program) for point in lower]
     return build_frontier(
-        _falling((*_with_fewer_shadows(program, kept, told, search.draft.shadows), *search.frontier(levels))),
-        auto,
-        search.draft.program,
+        _falling(found),
+        (auto, search.draft.program),
         step_s=search.step_s,
         seconds=seconds,
         eager_bytes=eager_peak(program).transient_bytes,
@@ -123,9 +129,10 @@ def find_frontier(
     )
 
 
-def _falling(points: Sequence[Point]) -> list[Point]:
+def _falling(found: Sequence[tuple[Point, Program]]) -> list[tuple[Point, Program]]:
     """Those that are lower than all before them."""
-    return [point for i, point in enumerate(points) if all(point.peak_bytes < p.peak_bytes for p in points[:i])]
+    peaks = [point.peak_bytes for point, _ in found]
+    return [each for i, each in enumerate(found) if all(peaks[i] < peak for peak in peaks[:i])]
 
 
 def _with_fewer_shadows(
@@ -146,9 +153,8 @@ def _with_fewer_shadows(
 
 
 def build_frontier(
-    points: Sequence[Point],
-    auto: Point,
-    program: Program,
+    points: Sequence[tuple[Point, Program]],
+    auto: tuple[Point, Program],
     *,
     step_s: float,
     seconds: Callable[[Op], float],
@@ -157,12 +163,13 @@ def build_frontier(
     undo_bytes: int = 0,
     kept_grad_bytes: int = 0,
 ) -> Frontier:
-    """`points` from the highest peak to the lowest; their choices are positions in `program`. `eager_bytes` is what
-    eager holds above `resident_bytes`."""
+    """`points` from the highest peak to the lowest, each with the program that its choices are positions in.
+    `eager_bytes` is what eager holds above `resident_bytes`."""
+    program = auto[1]
     # As in a report: what is returned is copied out at the end, when little else is alive.
     at_end = 2 * (sum(r.numel * r.dtype.itemsize for r in program.returned) + kept_grad_bytes)
 
-    def tradeoff(memory: str, point: Point) -> Tradeoff:
+    def tradeoff(memory: str, point: Point, program: Program) -> Tradeoff:
         above = undo_bytes + max(point.peak_bytes, at_end)
         again = [stand_in(program.ops[each.op], program.device_type) for each in point.choice.rebuilds]
         rebuilt = _kinds(again, seconds)
@@ -180,11 +187,11 @@ def build_frontier(
         )
 
     made: list[Tradeoff] = []
-    for point in points:
-        memory = "min" if point is points[-1] else ""
-        one = tradeoff("keep" if not made else memory, point)
+    for number, (point, of) in enumerate(points, 1):
+        memory = "min" if number == len(points) else ""
+        one = tradeoff("keep" if not made else memory, point, of)
         made.append(one if one.memory else replace(one, memory=_asked(one.share, made[-1].share)))
-    chosen = tradeoff("auto", auto)
+    chosen = tradeoff("auto", *auto)
     same = [t for t in made if (t.peak_bytes, t.added_s) == (chosen.peak_bytes, chosen.added_s)]
     return Frontier(tuple(made), same[0] if same else chosen, resident_bytes + eager_bytes, resident_bytes)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from takeback.compiler.passes.candidates import NS, candidates, choice_of
@@ -23,7 +23,7 @@ from takeback.compiler.passes.overwrite import planned_curve
 from takeback.compiler.passes.rebuildable import may_rebuild, rebuild_reads
 from takeback.compiler.passes.siblings import aligned
 from takeback.compiler.plan.rebuild_check import check_answer
-from takeback.compiler.plan.rebuild_greedy import cheapest_first
+from takeback.compiler.plan.rebuild_greedy import cheapest_first, with_less
 from takeback.compiler.plan.rebuild_problem import RebuildAnswer
 from takeback.compiler.plan.rebuild_rows import RebuildRows
 from takeback.compiler.plan.rebuild_solve import WORTH, Effort, RebuildSolver, SolverOutcome
@@ -36,7 +36,7 @@ _LEAST_GAIN = 0.002  #: of the peak; less is not worth running anything twice
 #: visits on the models of the zoo, and what comes after it hardly pays with more than a few hundred unknowns.
 _ALIKE_VISITS = 40
 _LOWEST_VISITS = 60
-_LEVEL_VISITS = 30
+_LEVEL_VISITS = 60
 
 _STRUCK = (
     "The search for what to rebuild was ended by solve_s={limit_s:g} seconds: on a busier or an idler machine the plan "
@@ -206,6 +206,14 @@ class _LowestFound:
     solver: RebuildSolver
 
 
+@dataclass(frozen=True)
+class _LevelFound:
+    """The cheapest way to stay below a peak, and with what the search for the next one begins."""
+
+    point: Point | None
+    answer: RebuildAnswer | None
+
+
 class Search:
     """Finds choices for one draft: the same ones for the same draft and costs, unless the guard strikes. All of them
     together take no more than about `limit_s`."""
@@ -223,7 +231,7 @@ class Search:
         self._struck = False  # the guard ended a search
         self._notes: dict[str, None] = {}
         self._lowest: dict[tuple[float | None, float], _LowestFound] = {}
-        self._frontiers: dict[int, tuple[Point, ...]] = {}
+        self._levels: dict[int, list[_LevelFound]] = {}  # by how many there are, from the lowest up
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -252,7 +260,7 @@ class Search:
     def _below(self, room_bytes: int) -> Point:
         if self.keep.peak_bytes <= room_bytes:
             return self.keep
-        points = self.frontier()  # each is cheaper than all that are lower
+        points = self.frontier(room_bytes=room_bytes)  # each is cheaper than all that are lower
         return next((p for p in points if p.peak_bytes <= room_bytes), points[-1])
 
     def lowest(self, share: float | None = None, worth: float = WORTH) -> Point:
@@ -280,37 +288,49 @@ class Search:
         if not answers:
             self._notes[_GREEDY] = None
             answers = cheapest_first(self._rows, most_ns)
+        if share is None:  # what is decided for many copies at once need not be for each of them
+            answers += [with_less(self._rows, answer, answer.peak_bytes) for answer in answers]
         points = [(self.keep, None), *((self._point(answer), answer) for answer in answers)]
         point, answer = min(points, key=lambda found: self._price(found[0], worth))
         gains = point.peak_bytes <= self.keep.peak_bytes * (1 - _LEAST_GAIN)
         return _LowestFound(point, answer, solver) if gains else _LowestFound(self.keep, None, solver)
 
-    def frontier(self, levels: int = LEVELS) -> tuple[Point, ...]:
+    def frontier(self, levels: int = LEVELS, room_bytes: int | None = None) -> tuple[Point, ...]:
         """Peaks against time, from no rebuilding to the lowest peak: each point cheaper than all that are lower. The
-        same program has the same frontier whatever is asked of it, so a larger budget never costs more time."""
-        if levels not in self._frontiers:
-            self._frontiers[levels] = self._find_frontier(levels)
-        return self._frontiers[levels]
-
-    def _find_frontier(self, levels: int) -> tuple[Point, ...]:
-        lowest = self._find(None)
-        end, start, solver = lowest.point, lowest.answer, lowest.solver
-        points = [self.keep, end]
-        top, bottom = self.keep.peak_bytes, end.peak_bytes
-        for level in range(1, levels if end is not self.keep else 1):
-            target = bottom + (top - bottom) * level // levels
-            self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {levels - 1})")
-            found = self._run(functools.partial(solver.lowest_cost, target, start=start), _LEVEL_VISITS)
-            if not found.proved and not found.struck:
-                self._notes[_UNPROVED_LEVEL] = None
-            if found.answer is not None:  # below this level, and so below the next
-                start = found.answer
-                points.append(self._point(found.answer))
+        same program has the same frontier whatever is asked of it, so a larger budget never costs more time. With a
+        room, points above it may be missing: they are not searched for."""
+        points = [self.keep, self._find(None).point, *self._solved(levels, room_bytes)]
         best: list[Point] = []
         for point in sorted(points, key=lambda p: (p.added_s, p.peak_bytes)):
             if not best or point.peak_bytes < best[-1].peak_bytes:
                 best.append(point)
         return tuple(best)
+
+    def _solved(self, levels: int, room_bytes: int | None) -> Iterator[Point]:
+        """The cheapest ways to stay below peaks that lie evenly between the ends, from the lowest up."""
+        lowest = self._find(None)
+        top, bottom = self.keep.peak_bytes, lowest.point.peak_bytes
+        known = self._levels.setdefault(levels, [])
+        for level in range(1, levels if lowest.point is not self.keep else 1):
+            target = bottom + (top - bottom) * level // levels
+            if len(known) < level:
+                self._say(f"the cheapest way to {target / 2**20:.1f} MiB ({level} of {levels - 1})")
+                known.append(self._level(target, known[-1].answer if known else lowest.answer, lowest.solver))
+            if (point := known[level - 1].point) is not None:
+                yield point
+                if room_bytes is not None and point.peak_bytes > room_bytes:  # what follows is higher yet
+                    return
+
+    def _level(self, target: int, start: RebuildAnswer | None, solver: RebuildSolver) -> _LevelFound:
+        """`start` is below a lower peak, so it leaves room."""
+        if start is not None:
+            start = with_less(self._rows, start, target, solver.classes)
+        found = self._run(functools.partial(solver.lowest_cost, target, start=start), _LEVEL_VISITS)
+        if not found.proved and not found.struck:
+            self._notes[_UNPROVED_LEVEL] = None
+        if found.answer is None:
+            return _LevelFound(None, start)
+        return _LevelFound(self._point(with_less(self._rows, found.answer, target)), found.answer)
 
     def _run(self, solve: Callable[[Effort], SolverOutcome], visits: int) -> SolverOutcome:
         """A search with its effort. Only the time that searches take counts against the guard."""

@@ -10,6 +10,7 @@ Most moments at which something is rebuilt never bind, so their rows are added o
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,11 @@ class RebuildSolver:
             self._lines.append((line, 1.0 if rule.that is None else 0.0, np.inf))
         for row in rows.highest_rows:
             self._add(row)
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """By unknown: those of one class are one decision."""
+        return self._class
 
     def lowest_peak(self, most_ns: int | None, effort: Effort, start: RebuildAnswer | None = None) -> SolverOutcome:
         """The lowest peak worth its cost, for no more than `most_ns`. `start` is an answer to begin with."""

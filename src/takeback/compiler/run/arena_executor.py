@@ -43,6 +43,8 @@ class ArenaExecutor(Executor):
         self._script: Script | None = None
         self._compute: Compute | None = None
         self._update: Update | None = None
+        #: Of ops whose results came in another order: whose place was taken by which of them.
+        self._lies_at: dict[int, dict[BufferId | None, BufferId]] = {}
         # Bytes are reserved where it runs: without room for them that step is taken back, and this one has been made.
 
     @property
@@ -113,8 +115,11 @@ class ArenaExecutor(Executor):
 
     def _land_all(self, results: Sequence[torch.Tensor], homes: Sequence[torch.Tensor]) -> None:
         """Each result into its place. A cluster may have asked for them in another order than was expected: then one
-        lies where another belongs."""
-        self._cell.view[0] = -1  # what is copied here is nothing that the op asks for
+        lies where another belongs, until a rehearsal has put that right."""
+        position, self._cell.view[0] = int(self._cell.view[0]), -1  # what is copied is nothing that the op asks for
+        made = [r.buffer for r in regions(self.program.ops[position].results)]
+        owner = {home.data_ptr(): b for home, b in zip(homes, made, strict=True)}
+        self._lies_at[position] = {owner.get(r.data_ptr()): b for r, b in zip(results, made, strict=True)}
         moved = [
             (result.clone(), home)
             for result, home in zip(results, homes, strict=True)
@@ -161,6 +166,9 @@ class ArenaExecutor(Executor):
         if self._script is None:
             return None
         observed = observe(self._script.events, self.layout)
+        for position, owners in self._lies_at.items():
+            if set(owners) == set(owners.values()):  # each lies where another one belongs
+                observed[position] = tuple(replace(s, result=owners.get(s.result)) for s in observed[position])
         changed = {
             position: seen
             for position, seen in observed.items()
