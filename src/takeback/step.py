@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apart
+from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_apart
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -355,10 +355,10 @@ class CompiledStep:
             if older is not None and anew is not None:
                 self._plans.drop_(older)
             plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
-            plan.made_for = made_for
+            plan.made_for, plan.for_objects = made_for, for_objects
             self._plans.add_(plan)
 
-        made_for = batch_in_words(batch)
+        made_for, for_objects = batch_in_words(batch), bool(objects_of(batch))
         work = self._maker.start(f"new plan for {made_for}")
         with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)

@@ -537,6 +537,24 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "run: plans keep tensors alive that the user has replaced",
+        "compiler/run/plans.py",
+        "            if held_bytes > room or times > _MOST_OUTDATED:\n",
+        "            if False:\n",
+        (
+            "tests/step/test_outdated_plans.py::test_replaced_tensors_go_and_bits_are_eagers[attribute-2]",
+            "tests/step/test_outdated_plans.py::test_replaced_tensors_go_and_bits_are_eagers[data-2]",
+            "tests/step/test_outdated_plans.py::test_replaced_tensors_go_and_bits_are_eagers[batch-10]",
+        ),
+    ),
+    PlantedFault(
+        "run: plans for tensors that take turns are dropped at once",
+        "compiler/run/plans.py",
+        "            if held_bytes > room or times > _MOST_OUTDATED:\n",
+        "            if True:\n",
+        ("tests/step/test_outdated_plans.py::test_tensors_that_take_turns_keep_their_plans",),
+    ),
+    PlantedFault(
         "capture: modes that are off for a while stay off",
         "compiler/capture/modes.py",
         "            self._off.append(_python_dispatch._pop_mode())\n",

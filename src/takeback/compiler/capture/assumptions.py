@@ -604,6 +604,16 @@ class Assumptions:
         self._indexed = [p for p in self._indexed if (id(p[0]), p[1]) not in out]
         self._attributes = [p for p in self._attributes if (id(p[0]), p[1]) not in out]
 
+    def displaced(self) -> list[torch.Tensor]:
+        """Tensors that are no longer where the step read them."""
+        places = [(p, _get_item) for p in (*self._items, *self._indexed)] + [(p, _get) for p in self._attributes]
+        found = {
+            id(value): value
+            for (container, key, value, _), get in places
+            if _is(value, torch.Tensor) and get(container, key) is not value
+        }
+        return list(found.values())
+
     def drawn(self, within: set[Place]) -> str | None:
         """Something that gives another value each time it is asked, and was asked since; a replay would not ask."""
         return next(
@@ -748,6 +758,14 @@ def _get(value: object, name: str) -> object:
     try:
         return getattr(value, name)
     except Exception:
+        return _MISSING
+
+
+def _get_item(container: Any, key: Any) -> object:
+    """An entry, or `_MISSING`."""
+    try:
+        return dict.get(container, key, _MISSING) if _is(container, dict) else container[key]
+    except (IndexError, KeyError):
         return _MISSING
 
 

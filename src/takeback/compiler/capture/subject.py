@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,7 +220,8 @@ class NewPlans:
     """Warns when one step after the other needs a plan of its own, and says what varies."""
 
     def __init__(self) -> None:
-        self._keys: list[Hashable] = []
+        self._keys: collections.deque[Hashable] = collections.deque(maxlen=2)  # they may hold objects of the batch
+        self._in_a_row = 0
         self._warned = False
         self._read: Site | None = None
 
@@ -229,12 +231,14 @@ class NewPlans:
 
     def steady(self) -> None:
         self._keys.clear()
+        self._in_a_row = 0
 
     def note(self, key: Hashable, changed: str | None = None) -> None:
         """`changed`: why the plan for this key could not be used, if there is one."""
         self._keys.append(key)
+        self._in_a_row += 1
         read, self._read = self._read, None
-        if len(self._keys) < _NEW_PLANS_BEFORE_WARNING or self._warned:
+        if self._in_a_row < _NEW_PLANS_BEFORE_WARNING or self._warned:
             return
         self._warned = True
         same = self._keys[-2] == self._keys[-1]
@@ -250,7 +254,7 @@ class NewPlans:
             else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
         )
         warnings.warn(
-            f"takeback made {len(self._keys)} plans in a row: {varies}. Each new plan is recorded and "
+            f"takeback made {self._in_a_row} plans in a row: {varies}. Each new plan is recorded and "
             f"compared with eager, which takes a few steps' time. {advice}",
             RuntimeWarning,
             stacklevel=level_of_user(),

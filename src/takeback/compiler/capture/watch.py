@@ -34,6 +34,11 @@ class Watch:
         """None while the plan may be used; else what is different."""
         return self._tensors_change(leaves) or self._assumptions.change()
 
+    def displaced_bytes(self) -> int:
+        """What the plan holds of tensors that the user has replaced: nobody else may hold them."""
+        moved = [t for t, address, *_ in self._tensors if t.data_ptr() != address]  # the plan has the bytes it had
+        return sum(t.nbytes for t in {id(t): t for t in (*moved, *self._assumptions.displaced())}.values())
+
     def _tensors_change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         for kind in GLOBAL_HOOKS:
             if getattr(torch.nn.modules.module, kind):

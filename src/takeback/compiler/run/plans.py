@@ -23,6 +23,7 @@ from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.unplannable import varying
 from takeback.compiler.capture.update import Updates, lacks_state
 from takeback.compiler.capture.watch import Watch
+from takeback.compiler.layout import transient_bytes
 from takeback.compiler.ownership.eager_peak import eager_peak
 from takeback.compiler.planning import Planned
 from takeback.compiler.program import Number, Op, Program
@@ -35,6 +36,9 @@ from takeback.errors import CaptureError
 _IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
 _MOST_MISSES = 8
 _MOST_SHAPES = 3  #: the same of shapes that depend on the data, which rarely come back
+#: Of plans for what the user has replaced since, which may come back: so many, and of the newest plan's bytes so much.
+_MOST_OUTDATED = 8
+_OUTDATED_SHARE = 0.05
 
 
 @dataclass
@@ -90,6 +94,7 @@ class Plan:
     made_for: str = ""  #: the batch it was recorded with, in words
     spent: Spent = field(default_factory=Spent)  #: on making it
     foreseen: Foreseen | None = None  #: how it was made, if the whole batch was not recorded
+    for_objects: bool = False  #: its key holds objects of the batch that are compared by identity
 
     @property
     def is_proved(self) -> bool:
@@ -205,9 +210,24 @@ class PlanCache(Sequence[Plan]):
         plan.used_at = self._calls = self._calls + 1
         self._plans = (plan, *self._plans)
         self.last = plan
-        for cold in self._plans[self.most :]:
+        for cold in (*self._plans[self.most :], *self._outdated()):
             self.dropped += 1
             self.drop_(cold)
+
+    def _outdated(self) -> list[Plan]:
+        """Plans that keep alive what only they may hold: tensors that are no longer where the step read them, or
+        objects of earlier batches. A few are kept, in case these come back."""
+        newest, found = self._plans[0], []
+        room = _OUTDATED_SHARE * transient_bytes(newest.executor.layout)
+        held_bytes = times = 0
+        for plan in self._plans[1 : self.most]:
+            displaced_bytes = plan.watch.displaced_bytes()
+            if not displaced_bytes and not (plan.for_objects and plan.key != newest.key):
+                continue
+            held_bytes, times = held_bytes + displaced_bytes, times + 1
+            if held_bytes > room or times > _MOST_OUTDATED:
+                found.append(plan)
+        return found
 
     def used_(self, plan: Plan) -> None:
         """A replay of this plan has been made."""
