@@ -14,12 +14,14 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_apart
+from takeback.compiler.capture.buffers import TouchesBoth
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -49,6 +51,7 @@ from takeback.compiler.run.plain_step import plain_step
 from takeback.compiler.run.plan_maker import PlanMaker, reading_anew
 from takeback.compiler.run.plans import Plan, PlanCache
 from takeback.compiler.run.proof import NEAR, Bits, Every, Once, Proof, Schedule, Thinning
+from takeback.compiler.run.rebound import Rebound
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.replayer import Replayer
 from takeback.compiler.run.room import is_out_of_memory, what_it_said
@@ -81,6 +84,7 @@ class CompiledStep:
         self._ran_first = False  #: plainly, because the step draws otherwise the first time
         self._derived: tuple[Derived, ...] = ()
         self._unplanned = Unplanned()
+        self._rebound = Rebound()
         self._group = Group(model, options.group) if options.group is not None else None
         clips = options.clip_norm is not None
         self._scaling = Scaling(options.scaler, optimizers.only, clips=clips) if options.scales else None
@@ -177,19 +181,27 @@ class CompiledStep:
 
     def _call(self, batch: Batch, micro: Microbatch | None = None) -> Any:
         """`micro`: the call adds its gradients to those that wait, and updates nothing."""
+        with self._rebound.call():
+            return self._rebound.checked(self._called(batch, micro))
+
+    def _called(self, batch: Batch, micro: Microbatch | None) -> Any:
         if micro is None:
             self._optimizers.check_in_force()
         settle_(self._derived)  # an evaluation since the last step has put other tensors there
         leaves, batch_key = take_apart(batch)
+        self._rebound.not_in_batch_(leaves)
         scaled = self._scaling.prepare_() if self._scaling is not None else None
         key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
         missed: Op | None = None
         changed: str | None = None
+        outdated: Plan | None = None
         too_large: Plan | None = None
         for plan in self._plans.under(key):
             change = plan.change(leaves)
+            if change is None and self._rebound.conflicts_(plan):
+                change = plan.change(leaves)
             if change is not None:
-                changed = changed or change
+                changed, outdated = changed or change, outdated or plan
                 continue
             try:
                 results = self._replayer.use(plan, batch, leaves, micro)
@@ -205,7 +217,10 @@ class CompiledStep:
                 self.grad_norm = results.grad_norm
                 self._unplanned.planned_(new=False)
                 self._news.steady()
+                self._rebound.steady()
                 return results.returned
+        if outdated is not None:
+            self._rebound.outdated_(outdated, leaves)
         outline = (outline_of(batch), *key[1:])
         if too_large is not None:  # or eager was recorded, but has no room beside it
             self._plans.drop_(too_large)
@@ -233,6 +248,7 @@ class CompiledStep:
         return self._ran_plainly(self._plainly(batch, micro), reason)
 
     def _plainly(self, batch: Batch, micro: Microbatch | None) -> Results:
+        self._rebound.end_()
         if micro is not None:
             return plain_microbatch(self._recipe, batch, micro)
         return plain_step(self._recipe, batch, keep_grads=self.options.keep_grads)
@@ -247,6 +263,7 @@ class CompiledStep:
         """A plain step of a shape that has not earned a plan; or what eager was told, where it was refused memory and
         everything is as before."""
         begun: list[bool] = []
+        self._rebound.end_()
         like = self._plans.of_outline(outline)[0].original
         try:
             return plain_step(
@@ -339,7 +356,7 @@ class CompiledStep:
         subjects.check_surroundings()
         if micro is not None:
             micro.check()
-        subject = self._maker.subject(leaves, updates=micro is None)
+        subject = replace(self._maker.subject(leaves, updates=micro is None), replaced=self._rebound.storages)
         self._derived = subject.derived
         self._maker.check_early()
         older, numbers = self._plans.but_for_numbers(key, leaves)
@@ -356,20 +373,22 @@ class CompiledStep:
                 self._plans.drop_(older)
             plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
             plan.made_for, plan.for_objects = made_for, for_objects
-            self._plans.add_(plan)
+            self._plans.add_(plan, self._rebound.tensors)
 
         made_for, for_objects = batch_in_words(batch), bool(objects_of(batch))
         work = self._maker.start(f"new plan for {made_for}")
         with work.inside, work:
             recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
             refused: str | None = None
-            first = False
+            first = again = False
             try:
                 if micro is None:
                     kept = self.options.keep_grads
                     results = recorded.run(batch, add_, keep_grads=kept, begins=lambda: begun.append(True))
                 else:
                     results = record_microbatch(recorded, batch, micro, then=add_)
+            except TouchesBoth:
+                again = True
             except RunsOtherwiseFirst:
                 if self._ran_first or self._group is not None:
                     raise
@@ -378,6 +397,9 @@ class CompiledStep:
                 if micro is not None or begun or not is_out_of_memory(error):
                     raise
                 refused = what_it_said(error)
+        if again:  # with the user's own tensors
+            self._rebound.end_(for_good=True)
+            return self._record(key, outline, batch, leaves, missed, changed, micro)
         if first:  # it has been taken back: what eager's first run makes and keeps, the next recording finds
             ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
             self._ran_first = True
@@ -398,6 +420,7 @@ class CompiledStep:
         most_bytes: int | None = None,
     ) -> Results:
         """A step that eager has no room for. `refused`: what it was told. `most_bytes`: what its plan may take."""
+        self._rebound.end_()
         given = (self._maker, self._plans, self._replayer, self._proof)
         work = self._maker.start(f"new plan for {batch_in_words(batch)}")
         with work.inside, work:

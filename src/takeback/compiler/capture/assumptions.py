@@ -89,13 +89,13 @@ def _is_opaque(kind: type) -> bool:
 
 
 @dataclass(frozen=True)
-class NumberPlace:
-    """Where a number is that the step read."""
+class _ValuePlace:
+    """Where something is that the step read."""
 
     container: Any
     key: Any
     is_attribute: bool
-    then: float  #: what it was
+    then: Any  #: what it was
     path: str
 
     def read(self) -> Any:
@@ -103,7 +103,7 @@ class NumberPlace:
             return _get(self.container, self.key)
         return dict.get(self.container, self.key) if _is(self.container, dict) else self.container[self.key]
 
-    def write_(self, value: float) -> None:
+    def write_(self, value: Any) -> None:
         if self.is_attribute:
             setattr(self.container, self.key, value)
         elif _is(self.container, dict):
@@ -114,6 +114,18 @@ class NumberPlace:
     @property
     def place(self) -> Place:
         return id(self.container), self.key
+
+
+class NumberPlace(_ValuePlace):
+    """Of a number."""
+
+    then: float
+
+
+class TensorPlace(_ValuePlace):
+    """Of a tensor."""
+
+    then: torch.Tensor
 
 
 class Assumptions:
@@ -604,15 +616,15 @@ class Assumptions:
         self._indexed = [p for p in self._indexed if (id(p[0]), p[1]) not in out]
         self._attributes = [p for p in self._attributes if (id(p[0]), p[1]) not in out]
 
-    def displaced(self) -> list[torch.Tensor]:
-        """Tensors that are no longer where the step read them."""
-        places = [(p, _get_item) for p in (*self._items, *self._indexed)] + [(p, _get) for p in self._attributes]
-        found = {
-            id(value): value
-            for (container, key, value, _), get in places
-            if _is(value, torch.Tensor) and get(container, key) is not value
-        }
-        return list(found.values())
+    def displaced(self) -> list[TensorPlace]:
+        """Places where the step read another tensor than is there now."""
+        found = []
+        for is_attribute, places in ((False, self._items), (False, self._indexed), (True, self._attributes)):
+            get = _get if is_attribute else _get_item
+            for container, key, value, path in places:
+                if _is(value, torch.Tensor) and get(container, key) is not value:
+                    found.append(TensorPlace(container, key, is_attribute, value, path))
+        return found
 
     def drawn(self, within: set[Place]) -> str | None:
         """Something that gives another value each time it is asked, and was asked since; a replay would not ask."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -36,9 +36,14 @@ def _tells_of_deaths() -> bool:
     return not early and len(fired) == 1 and weak.expired()
 
 
+class TouchesBoth(CaptureError):
+    """The step comes across the bytes of a tensor that another one stands in for."""
+
+
 class BufferTable:
     """The buffers of one step. `known` are the user's tensors, `reachable` those that the model or loss_fn can be seen
-    to hold, `at()` says in an error where the step is. `addresses`: they are noted; a fake tensor has none."""
+    to hold, `at()` says in an error where the step is. `addresses`: they are noted; a fake tensor has none. `replaced`:
+    storages of tensors that others stand in for."""
 
     def __init__(
         self,
@@ -47,6 +52,7 @@ class BufferTable:
         *,
         reachable: Sequence[torch.Tensor] = (),
         addresses: bool = False,
+        replaced: Collection[int] = (),
         at: Callable[[], str] = str,
     ) -> None:
         self.buffers: dict[BufferId, Buffer] = {}
@@ -58,6 +64,7 @@ class BufferTable:
         self.constants = 0  #: how many have been made of the step's own data
         self._at = at
         self._addresses = addresses
+        self._replaced = replaced
         self._batch = tuple(batch)
         self._reachable = {t.untyped_storage()._cdata for t in reachable if t.layout is torch.strided}
         self._by_storage: dict[int, BufferId] = {}
@@ -82,7 +89,10 @@ class BufferTable:
     # -- making buffers --------------------------------------------------------------------------------------------
 
     def _borrow(self, tensor: torch.Tensor, role: Role, name: str) -> BufferId:
-        ident = self._by_storage.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._replaced:
+            raise TouchesBoth("the step comes across bytes that another tensor stands in for.")
+        ident = self._by_storage.get(storage)
         if ident is None:
             ident = self._new(tensor, role, name)
             self.externals[ident] = tensor.detach()

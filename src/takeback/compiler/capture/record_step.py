@@ -466,6 +466,7 @@ def _attempt(
             answers=how.answers,
             took_=how.took_,
             exact=subject.exact,
+            replaced=subject.replaced,
         )
         on_abort(recorder.rewind_)
         reads = Reads(recorder) if real else contextlib.nullcontext()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -73,16 +73,20 @@ class Recorder(TorchDispatchMode):
         answers: Sequence[Op] = (),
         took_: Callable[[int], None] | None = None,
         exact: bool = True,
+        replaced: Collection[int] = (),
     ) -> None:
         """`held()`: the tensors that the model's attributes hold just now. `onlooker` sees the step's own code.
         `modules`: the paths of the model's modules, by id. `answers`: of a step that is not real, the ops that read a
         value into Python when it was, in order. `took_` is told how many bytes each op has made.
-        `exact`: what torch computes another way while it is recorded becomes what eager computes."""
+        `exact`: what torch computes another way while it is recorded becomes what eager computes. `replaced`: storages
+        of tensors that others stand in for."""
         super().__init__()
         self.ops: list[Op] = []
         self.phase = Phase.FORWARD
         self._sites = Sites(modules)
-        self.table = BufferTable(known, batch, reachable=reachable, addresses=log is not None, at=self._sites.at)
+        self.table = BufferTable(
+            known, batch, reachable=reachable, addresses=log is not None, at=self._sites.at, replaced=replaced
+        )
         self._undo = Undo(self.table, held, self._sites.at)
         self._log = log
         self._real = real

@@ -41,6 +41,7 @@ class Subject:
     updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
     drawers: Drawers = field(default_factory=Drawers)  #: functions that a replay calls anew; recordings add to them
     exact: bool = True  #: a recording is to have eager's bits, also where torch computes otherwise while it is recorded
+    replaced: frozenset[int] = frozenset()  #: storages of tensors that others stand in for
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:

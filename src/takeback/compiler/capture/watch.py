@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from takeback.compiler.capture.assumptions import Assumptions, NumberPlace
+from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, TensorPlace
 from takeback.compiler.capture.hooks import GLOBAL_HOOKS
 from takeback.compiler.capture.subject import Subject
 
@@ -34,10 +34,15 @@ class Watch:
         """None while the plan may be used; else what is different."""
         return self._tensors_change(leaves) or self._assumptions.change()
 
-    def displaced_bytes(self) -> int:
-        """What the plan holds of tensors that the user has replaced: nobody else may hold them."""
+    def displaced_bytes(self, but: Collection[int] = ()) -> int:
+        """What the plan holds of tensors that the user has replaced: nobody else may hold them. `but` these, by id."""
         moved = [t for t, address, *_ in self._tensors if t.data_ptr() != address]  # the plan has the bytes it had
-        return sum(t.nbytes for t in {id(t): t for t in (*moved, *self._assumptions.displaced())}.values())
+        replaced = [at.then for at in self._assumptions.displaced()]
+        return sum(t.nbytes for t in {id(t): t for t in (*moved, *replaced)}.values() if id(t) not in but)
+
+    def displaced(self) -> list[TensorPlace]:
+        """Places where another tensor is now, which could be written."""
+        return [at for at in self._assumptions.displaced() if type(at.container) in (dict, list) or at.is_attribute]
 
     def _tensors_change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         for kind in GLOBAL_HOOKS:

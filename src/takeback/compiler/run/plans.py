@@ -7,7 +7,7 @@ data, is a new one each time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, overload
@@ -31,6 +31,7 @@ from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
 from takeback.compiler.run.spent import Spent
+from takeback.engine import storage_key
 from takeback.errors import CaptureError
 
 _IN_USE = 4  #: a plan is in use that has been used among the last so many calls for each plan
@@ -125,6 +126,14 @@ class Plan:
         """What the eager step takes above what is resident: so much does comparing with it."""
         return eager_peak(self.original).transient_bytes
 
+    @functools.cached_property
+    def written_storages(self) -> frozenset[int]:
+        """Those of tensors that were there before the step, and that it writes."""
+        program = self.original
+        written = {b for op in program.ops for b in op.mutates}
+        found = [t for b, t in program.externals.items() if b in written and t.layout is torch.strided]
+        return frozenset(storage_key(t.untyped_storage()) for t in found)
+
     def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         """None while the plan may be used; else what is different, in words."""
         if self.update is not None and not self.update.still_applies():
@@ -205,23 +214,24 @@ class PlanCache(Sequence[Plan]):
                 found[id(plan.family)] = plan
         return tuple(found.values())
 
-    def add_(self, plan: Plan) -> None:
+    def add_(self, plan: Plan, lasting: Iterable[torch.Tensor] = ()) -> None:
+        """`lasting`: tensors that others hold, whether there is a plan for them or not."""
         self.made += 1
         plan.used_at = self._calls = self._calls + 1
         self._plans = (plan, *self._plans)
         self.last = plan
-        for cold in (*self._plans[self.most :], *self._outdated()):
+        for cold in (*self._plans[self.most :], *self._outdated({id(t) for t in lasting})):
             self.dropped += 1
             self.drop_(cold)
 
-    def _outdated(self) -> list[Plan]:
+    def _outdated(self, lasting: Collection[int]) -> list[Plan]:
         """Plans that keep alive what only they may hold: tensors that are no longer where the step read them, or
         objects of earlier batches. A few are kept, in case these come back."""
         newest, found = self._plans[0], []
         room = _OUTDATED_SHARE * transient_bytes(newest.executor.layout)
         held_bytes = times = 0
         for plan in self._plans[1 : self.most]:
-            displaced_bytes = plan.watch.displaced_bytes()
+            displaced_bytes = plan.watch.displaced_bytes(lasting)
             if not displaced_bytes and not (plan.for_objects and plan.key != newest.key):
                 continue
             held_bytes, times = held_bytes + displaced_bytes, times + 1
