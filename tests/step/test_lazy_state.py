@@ -135,7 +135,8 @@ def test_state_that_is_made_anew_for_another_shape_has_eagers_bits() -> None:
         width = 8 if i < 5 else 5
         return (torch.randn(6, width, generator=torch.Generator().manual_seed(i)),)
 
-    train_both(Case(Wide, square, draw, adamw), steps=10, plans=2)
+    # The plan for the first shape goes: the mean that it reads is nobody's any more.
+    train_both(Case(Wide, square, draw, adamw), steps=10, plans=1)
 
 
 @pytest.mark.parametrize("keep", [in_a_table, written_before_it_is_held_and_not_after])
