@@ -499,6 +499,37 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "capture: what one_hot reads of its classes is held",
+        "compiler/capture/one_hot.py",
+        "if func in _ONE_HOT and not transformed() else None",
+        "if func in _ONE_HOT and transformed() else None",
+        (
+            "tests/step/test_one_hot.py::test_one_plan_follows_whatever_the_classes_are[by_name-auto]",
+            "tests/step/test_one_hot.py::test_one_plan_follows_whatever_the_classes_are[straight_through-min]",
+            "tests/step/test_one_hot.py::test_one_plan_of_mode_fast_is_near_eager[by_name]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a replay takes whatever classes one_hot is given",
+        "compiler/capture/one_hot.py",
+        "    if least.item() < 0 or greatest.item() >= num_classes:\n",
+        "    if False:\n",
+        (
+            "tests/step/test_one_hot.py::"
+            "test_classes_out_of_range_raise_eagers_error_and_change_nothing[9-after 6 steps-exact]",
+        ),
+    ),
+    PlantedFault(
+        "capture: one_hot's number of classes is taken for one of them",
+        "compiler/capture/one_hot.py",
+        "greatest.item() >= num_classes:",
+        "greatest.item() > num_classes:",
+        (
+            "tests/step/test_one_hot.py::"
+            "test_classes_out_of_range_raise_eagers_error_and_change_nothing[9-after 6 steps-exact]",
+        ),
+    ),
+    PlantedFault(
         "capture: a frozen attention sees that something looks on",
         "compiler/capture/modes.py",
         "            overrides.has_torch_function = _is_overridden\n",

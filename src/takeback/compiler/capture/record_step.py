@@ -40,6 +40,7 @@ from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.one_hot import OneHots
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import DrawsFromNumpy, NumpyGenerator, default_generators
@@ -470,13 +471,23 @@ def _attempt(
         on_abort(recorder.rewind_)
         reads = Reads(recorder) if real else contextlib.nullcontext()
         products = EagerProducts() if subject.exact else contextlib.nullcontext()
+        hots = OneHots()
         try:
             wires = tripwires(own, follows_numpy=bool(drawers))
-            with wires, torch.enable_grad(), onlooker, reads, products, calls.of(recorder), traced(numbers) as trace:
+            with (
+                wires,
+                torch.enable_grad(),
+                onlooker,
+                reads,
+                products,
+                hots,
+                calls.of(recorder),
+                traced(numbers) as trace,
+            ):
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
         except BaseException:
-            be_off_function_stack_(reads, products)
+            be_off_function_stack_(reads, products, hots)
             recorder.rewind_()
             put_holders_back_(subject.derived)
             for p in subject.parameters:
