@@ -253,6 +253,20 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[old_weight_norm]",),
     ),
     PlantedFault(
+        "capture: pruning leaves a weight of the step on its module",
+        "compiler/capture/derived.py",
+        "WeightNorm | SpectralNorm | BasePruningMethod",
+        "WeightNorm | SpectralNorm",
+        ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[pruned]",),
+    ),
+    PlantedFault(
+        "capture: a weight that was pruned is looked for where it is none any more",
+        "compiler/capture/derived.py",
+        "return self._table.get(self.name)",
+        "return self._table[self.name]",
+        ("tests/step/test_hooks.py::test_pruning_may_come_and_go_between_steps[pruned-not_pruned]",),
+    ),
+    PlantedFault(
         "capture: what eager's run beside leaves of a replaced buffer is lost before it is compared",
         "compiler/capture/aside.py",
         "            yield\n            settle_(self.derived)\n",
