@@ -23,9 +23,10 @@ from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apa
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture, RunsOtherwiseFirst
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
+from takeback.compiler.capture.unplannable import RunsOtherwiseFirst
 from takeback.compiler.explain.kernels import kernel_accounts
 from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report, title_of
@@ -57,7 +58,10 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
-_FIRST = "the step makes something of random numbers the first time it runs, or what it keeps then changes its results"
+_FIRST = (
+    "the step makes something of random numbers the first time it runs, gives an empty tensor its size, or what it "
+    "keeps then changes its results"
+)
 
 
 class CompiledStep:

@@ -544,6 +544,35 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "capture: a buffer that got its size keeps it when the recording is given up",
+        "compiler/capture/undo.py",
+        "                    tensor.resize_(shape).untyped_storage().resize_(0)\n",
+        "                    pass\n",
+        (
+            "tests/step/test_lazy_state.py::"
+            "test_buffer_that_gets_its_size_in_the_first_step_has_eagers_bits_after_a_plain_one[resize_]",
+        ),
+    ),
+    PlantedFault(
+        "capture: what Python counted stays when a buffer gets its size and the recording is given up",
+        "compiler/capture/record_step.py",
+        "            if isinstance(error, RunsOtherwiseFirst):\n",
+        "            if False:\n",
+        (
+            "tests/step/test_lazy_state.py::"
+            "test_buffer_that_gets_its_size_in_the_first_step_has_eagers_bits_after_a_plain_one[out]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a tensor that is made larger is refused",
+        "compiler/capture/recorder.py",
+        "        if func in _RESIZE:\n",
+        "        if False:\n",
+        (
+            "tests/step/test_storage_ops.py::test_empty_tensor_that_the_step_makes_larger_is_a_new_one[dropped_rows-auto]",
+        ),
+    ),
+    PlantedFault(
         "capture: a frozen attention sees that something looks on",
         "compiler/capture/modes.py",
         "            overrides.has_torch_function = _is_overridden\n",

@@ -50,6 +50,7 @@ from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.uncompiled import SCRIPTED, notes_of, uncompiled, unscripted
+from takeback.compiler.capture.unplannable import RunsOtherwiseFirst
 from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
 
@@ -158,7 +159,7 @@ def capture(
                 _refuse_holders_elsewhere(got, subject, args, kwargs)
             return got
         except _KeptState as kept:
-            if once or kept.replaced:  # run again, it would begin with what this run has left in the buffers
+            if once or kept.otherwise_first or kept.replaced:  # it would begin with what this run has left in buffers
                 raise
             for generator, state in states:
                 generator.set_state(state)
@@ -344,11 +345,6 @@ def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
     return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
 
 
-class RunsOtherwiseFirst(CaptureError):
-    """The first run of the step makes something of random numbers and keeps it, or computes something else than later
-    ones. Once it was made in eager, the step can be recorded."""
-
-
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
@@ -439,6 +435,14 @@ def _attempt(
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
     buffers = Buffers(subject.modules)
+
+    def look() -> Kin:
+        seen = onlooker.seen
+        if kin is not None and kin.covers(seen):
+            return kin
+        assumptions = _look(subject, args, kwargs, seen)
+        return Kin(before, assumptions, assumptions.places(), seen)
+
     on_abort(onlooker.stop_)
     on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
@@ -486,20 +490,15 @@ def _attempt(
             ):
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
-        except BaseException:
+        except BaseException as error:
             be_off_function_stack_(reads, products, hots)
             recorder.rewind_()
             put_holders_back_(subject.derived)
             for p in subject.parameters:
                 p.grad = None
+            if isinstance(error, RunsOtherwiseFirst):
+                raise _KeptState(str(error), within=look().within, otherwise_first=True) from None
             raise
-
-    def look() -> Kin:
-        seen = onlooker.seen
-        if kin is not None and kin.covers(seen):
-            return kin
-        assumptions = _look(subject, args, kwargs, seen)
-        return Kin(before, assumptions, assumptions.places(), seen)
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))

@@ -45,6 +45,7 @@ from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role
 from takeback.errors import CaptureError
 
 aten = torch.ops.aten
+_RESIZE = (aten.resize_.default, aten.resize_as_.default)
 _CROSS_ENTROPY = (torch.nn.functional.cross_entropy.__code__, cross_entropy.__code__)
 
 MOST_HELD_ELEMENTS = 1 << 16
@@ -158,6 +159,8 @@ class Recorder(TorchDispatchMode):
         facts, table = facts_of(func), self.table
         if self._sums is not None:
             refuse_other_form(func, args, self._sites.at)
+        if func in _RESIZE:
+            return self._resize(func, args, kwargs)
         if facts.moves_no_bytes:
             return func(*args, **kwargs)  # later regions show what it did
         if self._sums is not None:
@@ -229,6 +232,31 @@ class Recorder(TorchDispatchMode):
                 self._by_mask.append(position)
         if self._sums is not None:
             self._sums.ran_(func, args, out, position)
+        return out
+
+    def _resize(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where it gives bytes to a tensor that the step has made without any, the program has a new one."""
+        tensor, table, position, site = args[0], self.table, len(self.ops), self._sites.here()
+        table.bury(position)
+        before = table.of(tensor)
+        if self._real and not before.size_bytes:
+            self._undo.remember((tensor,), self.phase)
+        cell = self._log.cell if self._log is not None else [-1]
+        cell[0] = position
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            cell[0] = -1
+        size = tensor.untyped_storage().nbytes()
+        if before.size_bytes or before.role is not Role.INTERNAL or not size:
+            refuse_resized(func, (tensor,), table, site)
+            return out
+        if self._took_ is not None:
+            self._took_(size)
+        table.made(tensor)
+        region, how = table.region(tensor), {"dtype": tensor.dtype, "device": tensor.device}
+        shape = (region.shape, region.stride)
+        self.ops.append(Op(aten.empty_strided.default, shape, how, (region,), (), self.phase, False, site))
         return out
 
     def _is_by_mask(self) -> bool:
