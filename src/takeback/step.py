@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apart
+from takeback.compiler.capture.batch import batch_in_words, outline_of, take_apart, tensors_of
+from takeback.compiler.capture.batch_grads import as_before
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
@@ -253,13 +254,14 @@ class CompiledStep:
         begun: list[bool] = []
         like = self._plans.of_outline(outline)[0].original
         try:
-            return plain_step(
-                self._recipe,
-                batch,
-                keep_grads=self.options.keep_grads,
-                like=like,
-                begins=lambda: begun.append(True),
-            )
+            with as_before(tensors_of(batch)):
+                return plain_step(
+                    self._recipe,
+                    batch,
+                    keep_grads=self.options.keep_grads,
+                    like=like,
+                    begins=lambda: begun.append(True),
+                )
         except (RuntimeError, MemoryError) as error:
             if begun or not is_out_of_memory(error):
                 raise
@@ -383,7 +385,8 @@ class CompiledStep:
                     raise
                 refused = what_it_said(error)
         if first:  # it has been taken back: what eager's first run makes and keeps, the next recording finds
-            ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
+            with as_before(leaves):
+                ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
             self._ran_first = True
             return ran
         if refused is not None:  # out of that block: the error's traceback holds what eager had in memory

@@ -573,6 +573,36 @@ FAULTS: tuple[PlantedFault, ...] = (
         ),
     ),
     PlantedFault(
+        "capture: a batch tensor goes on needing a gradient after the step",
+        "compiler/capture/batch_grads.py",
+        "                    tensor.requires_grad_(False)\n",
+        "                    pass\n",
+        (
+            "tests/step/test_batch_gradients.py::test_batch_is_after_each_step_as_it_was",
+            "tests/step/test_batch_gradients.py::test_batch_that_comes_again_has_eagers_bits[burgers]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a step may read the gradient of a batch tensor that eager adds to",
+        "compiler/capture/reads.py",
+        "self._recorder.grads_read.add(id(args[0]))",
+        "pass",
+        (
+            "tests/step/test_batch_gradients.py::"
+            "test_step_that_would_tell_the_difference_is_refused_with_the_way_out[adds_what_eager_has_left]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a batch tensor may be read before its gradient is asked for",
+        "compiler/capture/recorder.py",
+        "self.read_before.add(id(value))",
+        "pass",
+        (
+            "tests/step/test_batch_gradients.py::"
+            "test_step_that_would_tell_the_difference_is_refused_with_the_way_out[reads_it_before]",
+        ),
+    ),
+    PlantedFault(
         "capture: a frozen attention sees that something looks on",
         "compiler/capture/modes.py",
         "            overrides.has_torch_function = _is_overridden\n",

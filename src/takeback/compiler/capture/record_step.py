@@ -20,6 +20,7 @@ from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch_grads import as_before, drop_
 from takeback.compiler.capture.derived import (
     Buffers,
     Derived,
@@ -472,6 +473,7 @@ def _attempt(
             took_=how.took_,
             exact=subject.exact,
         )
+        stack.enter_context(as_before(batch, but=recorder.read_before))
         on_abort(recorder.rewind_)
         reads = Reads(recorder) if real else contextlib.nullcontext()
         products = EagerProducts() if subject.exact else contextlib.nullcontext()
@@ -568,6 +570,7 @@ def _run(
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
             foreign |= _backward(root, subject, leaves)
+            drop_(tensors_of((part_args, part_kwargs)), recorder.grads_read, recorder.read_before)
             detached = part.detach()
             total = detached if total is None else total + detached
             del loss, out, part, root, leaves

@@ -95,6 +95,10 @@ class Recorder(TorchDispatchMode):
         self._by_mask: list[int] = []
         self._sums = PickedSums(_is_in_cross_entropy) if exact else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
+        #: The ids of tensors whose `.grad` Python has asked for, or that have had one.
+        self.grads_read = {id(t) for t in batch if t.is_leaf and t.grad is not None}
+        self.read_before: set[int] = set()  #: of batch tensors that an op has read while they needed no gradient
+        self._plain = {id(t) for t in batch if t.is_floating_point() or t.is_complex()}
 
     def __exit__(self, *error: Any) -> None:
         be_on_dispatch_stack_(self)
@@ -178,6 +182,8 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             return self._lift(args[0], site)
         storages: dict[int, torch.Tensor] = {}
+        if self._plain and func is not aten.detach.default:
+            self._note_plain(args)
         described = tuple([self._describe(a, storages) for a in args])
         described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()} if kwargs else {}
         if self._random is not None and isinstance(kwargs.get("generator"), torch.Generator):
@@ -258,6 +264,14 @@ class Recorder(TorchDispatchMode):
         shape = (region.shape, region.stride)
         self.ops.append(Op(aten.empty_strided.default, shape, how, (region,), (), self.phase, False, site))
         return out
+
+    def _note_plain(self, args: Sequence[Any]) -> None:
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                if id(value) in self._plain and not value.requires_grad:
+                    self.read_before.add(id(value))
+            elif isinstance(value, list | tuple):
+                self._note_plain(value)
 
     def _is_by_mask(self) -> bool:
         """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many
