@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_apart
+from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_apart, tensors_of
+from takeback.compiler.capture.batch_grads import as_before
 from takeback.compiler.capture.buffers import TouchesBoth
 from takeback.compiler.capture.derived import Derived, settle_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
-from takeback.compiler.capture.record_step import Capture, RunsOtherwiseFirst
+from takeback.compiler.capture.record_step import Capture
 from takeback.compiler.capture.scaling import Scaling
 from takeback.compiler.capture.uncompiled import check_not_compiled
+from takeback.compiler.capture.unplannable import RunsOtherwiseFirst
 from takeback.compiler.explain.kernels import kernel_accounts
 from takeback.compiler.explain.plans import account_of
 from takeback.compiler.explain.report import Report, build_report, title_of
@@ -60,7 +62,10 @@ from takeback.compiler.run.unplanned import StepCounts, Unplanned
 from takeback.errors import CaptureError, NoRoomError
 from takeback.options import Options
 
-_FIRST = "the step makes something of random numbers the first time it runs, or what it keeps then changes its results"
+_FIRST = (
+    "the step makes something of random numbers the first time it runs, gives an empty tensor its size, or what it "
+    "keeps then changes its results"
+)
 
 
 class CompiledStep:
@@ -266,13 +271,14 @@ class CompiledStep:
         self._rebound.end_()
         like = self._plans.of_outline(outline)[0].original
         try:
-            return plain_step(
-                self._recipe,
-                batch,
-                keep_grads=self.options.keep_grads,
-                like=like,
-                begins=lambda: begun.append(True),
-            )
+            with as_before(tensors_of(batch)):
+                return plain_step(
+                    self._recipe,
+                    batch,
+                    keep_grads=self.options.keep_grads,
+                    like=like,
+                    begins=lambda: begun.append(True),
+                )
         except (RuntimeError, MemoryError) as error:
             if begun or not is_out_of_memory(error):
                 raise
@@ -401,7 +407,8 @@ class CompiledStep:
             self._rebound.end_(for_good=True)
             return self._record(key, outline, batch, leaves, missed, changed, micro)
         if first:  # it has been taken back: what eager's first run makes and keeps, the next recording finds
-            ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
+            with as_before(leaves):
+                ran = self._ran_plainly(self._plainly(batch, micro), _FIRST)
             self._ran_first = True
             return ran
         if refused is not None:  # out of that block: the error's traceback holds what eager had in memory

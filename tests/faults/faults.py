@@ -253,6 +253,20 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[old_weight_norm]",),
     ),
     PlantedFault(
+        "capture: pruning leaves a weight of the step on its module",
+        "compiler/capture/derived.py",
+        "WeightNorm | SpectralNorm | BasePruningMethod",
+        "WeightNorm | SpectralNorm",
+        ("tests/step/test_hooks.py::test_norm_on_a_module_trains_to_eagers_bits_through_evaluations[pruned]",),
+    ),
+    PlantedFault(
+        "capture: a weight that was pruned is looked for where it is none any more",
+        "compiler/capture/derived.py",
+        "return self._table.get(self.name)",
+        "return self._table[self.name]",
+        ("tests/step/test_hooks.py::test_pruning_may_come_and_go_between_steps[pruned-not_pruned]",),
+    ),
+    PlantedFault(
         "capture: what eager's run beside leaves of a replaced buffer is lost before it is compared",
         "compiler/capture/aside.py",
         "            yield\n            settle_(self.derived)\n",
@@ -496,6 +510,96 @@ FAULTS: tuple[PlantedFault, ...] = (
         tuple(
             f"tests/step/test_hidden_reads.py::test_lengths_that_python_inside_of_a_call_reads_are_held[{name}]"
             for name in ("grad", "backward")
+        ),
+    ),
+    PlantedFault(
+        "capture: what one_hot reads of its classes is held",
+        "compiler/capture/one_hot.py",
+        "if func in _ONE_HOT and not transformed() else None",
+        "if func in _ONE_HOT and transformed() else None",
+        (
+            "tests/step/test_one_hot.py::test_one_plan_follows_whatever_the_classes_are[by_name-auto]",
+            "tests/step/test_one_hot.py::test_one_plan_follows_whatever_the_classes_are[straight_through-min]",
+            "tests/step/test_one_hot.py::test_one_plan_of_mode_fast_is_near_eager[by_name]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a replay takes whatever classes one_hot is given",
+        "compiler/capture/one_hot.py",
+        "    if least.item() < 0 or greatest.item() >= num_classes:\n",
+        "    if False:\n",
+        (
+            "tests/step/test_one_hot.py::"
+            "test_classes_out_of_range_raise_eagers_error_and_change_nothing[9-after 6 steps-exact]",
+        ),
+    ),
+    PlantedFault(
+        "capture: one_hot's number of classes is taken for one of them",
+        "compiler/capture/one_hot.py",
+        "greatest.item() >= num_classes:",
+        "greatest.item() > num_classes:",
+        (
+            "tests/step/test_one_hot.py::"
+            "test_classes_out_of_range_raise_eagers_error_and_change_nothing[9-after 6 steps-exact]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a buffer that got its size keeps it when the recording is given up",
+        "compiler/capture/undo.py",
+        "                    tensor.resize_(shape).untyped_storage().resize_(0)\n",
+        "                    pass\n",
+        (
+            "tests/step/test_lazy_state.py::"
+            "test_buffer_that_gets_its_size_in_the_first_step_has_eagers_bits_after_a_plain_one[resize_]",
+        ),
+    ),
+    PlantedFault(
+        "capture: what Python counted stays when a buffer gets its size and the recording is given up",
+        "compiler/capture/record_step.py",
+        "            if isinstance(error, RunsOtherwiseFirst):\n",
+        "            if False:\n",
+        (
+            "tests/step/test_lazy_state.py::"
+            "test_buffer_that_gets_its_size_in_the_first_step_has_eagers_bits_after_a_plain_one[out]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a tensor that is made larger is refused",
+        "compiler/capture/recorder.py",
+        "        if func in _RESIZE:\n",
+        "        if False:\n",
+        (
+            "tests/step/test_storage_ops.py::test_empty_tensor_that_the_step_makes_larger_is_a_new_one[dropped_rows-auto]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a batch tensor goes on needing a gradient after the step",
+        "compiler/capture/batch_grads.py",
+        "                    tensor.requires_grad_(False)\n",
+        "                    pass\n",
+        (
+            "tests/step/test_batch_gradients.py::test_batch_is_after_each_step_as_it_was",
+            "tests/step/test_batch_gradients.py::test_batch_that_comes_again_has_eagers_bits[burgers]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a step may read the gradient of a batch tensor that eager adds to",
+        "compiler/capture/reads.py",
+        "self._recorder.grads_read.add(id(args[0]))",
+        "pass",
+        (
+            "tests/step/test_batch_gradients.py::"
+            "test_step_that_would_tell_the_difference_is_refused_with_the_way_out[adds_what_eager_has_left]",
+        ),
+    ),
+    PlantedFault(
+        "capture: a batch tensor may be read before its gradient is asked for",
+        "compiler/capture/recorder.py",
+        "self.read_before.add(id(value))",
+        "pass",
+        (
+            "tests/step/test_batch_gradients.py::"
+            "test_step_that_would_tell_the_difference_is_refused_with_the_way_out[reads_it_before]",
         ),
     ),
     PlantedFault(

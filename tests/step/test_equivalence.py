@@ -1059,18 +1059,6 @@ def test_ctc_loss_with_lists_of_lengths_is_refused() -> None:
         step(*noise(9, 2, 6)(0), (9, 8))
 
 
-def test_one_hot_reads_its_labels_range_and_is_right_whatever_it_is() -> None:
-    """F.one_hot checks the smallest and largest label in Python: a batch without the last class is recorded anew."""
-
-    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(model(x), F.one_hot(y, 4).float())
-
-    def draw(i: int) -> tuple[Tensor, Tensor]:
-        return labelled(8, 16)(i)[0], torch.arange(8) % (4 if i % 5 else 3)
-
-    train_both(Case(lambda: nn.Linear(16, 4), loss_fn, draw), steps=10, plans=2)
-
-
 def test_loss_of_shape_one_gives_eagers_bits() -> None:
     train_both(Case(lambda: nn.Linear(6, 5), lambda m, x: m(x).sum().reshape(1), noise(4, 6)))
 

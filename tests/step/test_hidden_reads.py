@@ -164,7 +164,7 @@ def test_ordinary_indices_and_masks_are_not_held() -> None:
     draw = torch.Generator().manual_seed(1)
     batches = [
         (
-            torch.tensor([0, 7, 1 + n, 4, n, 2]),  # one_hot reads the least and the greatest, and does so openly
+            torch.tensor([n, 7 - n, 1 + n, 4, n, 2]),
             torch.tensor([0, 1 + n % 2, 4]),
             torch.randint(0, 8, (6,), generator=draw),
         )

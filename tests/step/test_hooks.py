@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune as prune
 from step_twins import assert_same, mlp, sgd, snapshot
 from torch import Tensor, nn
 from train_twice import Training, assert_equal_trainings, batch, simple
@@ -39,6 +40,12 @@ def old_spectral_norm(model: Any) -> None:
     torch.nn.utils.spectral_norm(model[3])
 
 
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model[0], "weight", amount=0.3)
+    prune.random_structured(model[3], "weight", amount=1, dim=0)
+    prune.l1_unstructured(model[3], "bias", amount=1)
+
+
 def new_weight_norm(model: Any) -> None:
     torch.nn.utils.parametrizations.weight_norm(model[0])
 
@@ -53,7 +60,7 @@ def standardized(model: Any) -> None:
     model[3].register_forward_hook(lambda module, args, out: out - out.mean(1, keepdim=True))
 
 
-NORMS = [old_weight_norm, old_spectral_norm, new_weight_norm, new_spectral_norm, standardized]
+NORMS = [old_weight_norm, old_spectral_norm, pruned, new_weight_norm, new_spectral_norm, standardized]
 
 
 @pytest.mark.parametrize("put", NORMS, ids=lambda f: f.__name__)
@@ -69,7 +76,7 @@ def test_norm_on_a_module_trains_to_eagers_bits_through_evaluations(put: Callabl
 
         def step(i: int) -> Any:
             loss = usual(i)
-            if put in (old_weight_norm, old_spectral_norm):
+            if put in (old_weight_norm, old_spectral_norm, pruned):
                 weights[compiled].append(model[0].weight.detach().clone())
             if i == 3:
                 model.eval()
@@ -87,9 +94,81 @@ def test_norm_on_a_module_trains_to_eagers_bits_through_evaluations(put: Callabl
         assert same_bits(eager, ours), "the weight that the hook leaves on the module"
 
 
+def more_pruned(model: Any) -> None:
+    prune.l1_unstructured(model[0], "weight", amount=0.3)
+
+
+def not_pruned(model: Any) -> None:
+    prune.remove(model[0], "weight")
+
+
+def first_by_another_mask(model: Any) -> None:
+    prune.remove(model[0], "weight")
+    prune.custom_from_mask(model[0], "weight", torch.arange(96).view(16, 6) % 3 > 0)
+
+
+CHANGES = [
+    (mlp, more_pruned),
+    (pruned, more_pruned),
+    (pruned, not_pruned),
+    (pruned, first_by_another_mask),
+]
+
+
+@pytest.mark.parametrize(("put", "change"), CHANGES, ids=lambda f: f.__name__)
+def test_pruning_may_come_and_go_between_steps(put: Callable[[Any], Any], change: Callable[[Any], None]) -> None:
+    """More is pruned by the weight that the last forward has left."""
+    states: dict[bool, list[dict[str, Tensor]]] = {False: [], True: []}
+
+    def make(compiled: bool) -> Training:
+        model = mlp()
+        if put is not mlp:
+            put(model)
+        training = simple(model, cross_entropy, sgd(model), compiled)
+        usual = training.step
+
+        def step(i: int) -> Any:
+            if i == 3:
+                change(model)
+            loss = usual(i)
+            left = {"weight": model[0].weight.detach().clone()}
+            states[compiled].append({n: t.detach().clone() for n, t in model.state_dict().items()} | left)
+            return loss
+
+        training.step = step
+        return training
+
+    done = assert_equal_trainings(make, steps=8)
+    assert done.compiled[0]._replays == 6
+    for eager, ours in zip(states[False], states[True], strict=True):
+        assert_same(ours, eager)
+
+
+def test_step_that_fails_leaves_pruned_weights_as_they_were() -> None:
+    model = mlp()
+    pruned(model)
+    optimizer = sgd(model)
+
+    def loss_fn(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = cross_entropy(model, x, y)
+        if x.shape[0] == 3:
+            raise RuntimeError("the user's own")
+        return loss
+
+    step = tb.compile_step(model, loss_fn, optimizer)
+    for i in range(3):
+        step(*batch(i))
+    before, weight = snapshot(model, optimizer), model[0].weight.clone()
+    with pytest.raises(RuntimeError, match="the user's own"):
+        step(*(t[:3] for t in batch(3)))
+    assert_same(snapshot(model, optimizer), before)
+    assert same_bits(model[0].weight, weight)
+
+
 def test_prediction_of_a_module_with_an_old_norm_is_made() -> None:
     model = mlp()
     old_weight_norm(model)
+    prune.l1_unstructured(model[3], "weight", amount=0.3)
     assert tb.predict(model, cross_entropy, sgd(model), *batch(0)).ops > 10
 
 

@@ -33,7 +33,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import takeback as tb
-from takeback.compiler.capture import eager_products, leaks, reads
+from takeback.compiler.capture import eager_products, leaks, one_hot, reads
 from takeback.compiler.capture.reads import Reads
 from takeback.compiler.capture.recorder import Recorder
 from takeback.compiler.program import Phase
@@ -581,7 +581,7 @@ def test_ctrl_c_while_torch_has_taken_a_function_mode_off_is_raised_and_leaves_t
     course.advance(3)
 
 
-@pytest.mark.parametrize("module", [reads, eager_products], ids=["reads", "products"])
+@pytest.mark.parametrize("module", [reads, eager_products, one_hot], ids=["reads", "products", "one_hot"])
 def test_ctrl_c_on_the_way_out_of_a_recordings_mode_takes_the_step_back(
     module: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,3 +228,77 @@ def test_a_random_tensor_beside_dropout_may_be_made_before_the_first_step() -> N
         return model
 
     train_both(Case(build, square, noise, sgd), steps=4, plans=1)
+
+
+class SizedWhenFirstNeeded(nn.Module):
+    """Keeps the least and the greatest that it has seen, as torch.ao's observers do: empty buffers at first."""
+
+    def __init__(self, give_bytes_: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.last, self.dropout = nn.Linear(8, 8), nn.Linear(8, 4), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("least", torch.empty(0))
+        self.register_buffer("greatest", torch.empty(0))
+        self.give_bytes_ = give_bytes_
+        self.sized = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.dropout(self.first(x))
+        low, high = torch.aminmax(x.detach(), dim=0)
+        if not self.least.numel():
+            self.sized += 1
+            self.give_bytes_(self.least, low)
+            self.give_bytes_(self.greatest, high)
+        self.least.copy_(torch.minimum(self.least, low))
+        self.greatest.copy_(torch.maximum(self.greatest, high))
+        return self.last((x - self.least) / (self.greatest - self.least + 1.0))
+
+
+SIZES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "resize_": lambda t, seen: t.resize_(seen.shape).copy_(seen),
+    "resize_as_": lambda t, seen: t.resize_as_(seen).copy_(seen),
+    "out": lambda t, seen: torch.add(seen, 0, out=t),
+}
+
+
+@pytest.mark.parametrize("how", SIZES)
+def test_buffer_that_gets_its_size_in_the_first_step_has_eagers_bits_after_a_plain_one(how: str) -> None:
+    step = train_both(Case(lambda: SizedWhenFirstNeeded(SIZES[how]), square, noise, sgd), steps=6)
+    assert (step.counts.planned, step.counts.plain) == (5, 1)
+    assert step._model.sized == 1  # not once more for the recording that was given up
+
+
+def test_the_second_time_a_buffer_gets_its_size_the_step_is_refused_and_taken_back() -> None:
+    torch.manual_seed(0)
+    model = SizedWhenFirstNeeded(SIZES["resize_"])
+    step = compile_step(model, square, sgd(model))
+    for i in range(3):
+        step(*noise(i))
+    model.least = torch.empty(0)
+    state, before = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.raises(
+            CaptureError, match=r"resize_.* gives the buffer 'least', which is empty, 32 bytes.*run the"
+        ):
+            step(*noise(0))
+        assert model.sized == 1
+        assert model.least.shape == (0,)
+        assert model.least.untyped_storage().nbytes() == 0
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_observers_of_quantization_get_their_sizes_in_a_plain_step() -> None:
+    quantization = pytest.importorskip("torch.ao.quantization")
+
+    def build() -> nn.Module:
+        model = nn.Sequential(quantization.QuantStub(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).train()
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+        prepared: nn.Module = quantization.prepare_qat(model)
+        return prepared
+
+    step = train_both(Case(build, square, noise, sgd), steps=8, plans=None)
+    assert step.counts.plain == 1

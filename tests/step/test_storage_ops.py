@@ -11,6 +11,8 @@ import torch
 from step_twins import Setup, assert_right, sgd
 from torch import Tensor, nn
 
+import takeback as tb
+
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
 
 N = 12
@@ -101,3 +103,55 @@ def test_decompositions_are_eagers(name: str) -> None:
         return Setup(model, lambda m, x: m(x), sgd(model), batches)
 
     assert_right(make, steps=3)
+
+
+def dropped_rows(h: Tensor, x: Tensor) -> Tensor:
+    """As AWD-LSTM drops words."""
+    return h * (h.data.new().resize_((N, 1)).bernoulli_(0.7).expand_as(h) / 0.7)
+
+
+def as_another(h: Tensor, x: Tensor) -> Tensor:
+    return h * torch.empty(0).resize_as_(x).copy_(x)
+
+
+def larger_again(h: Tensor, x: Tensor) -> Tensor:
+    """The second time there is room."""
+    scratch = torch.empty(0).resize_(N, 2 * N).fill_(2.0)
+    part = scratch.resize_(N, N).mul_(x)
+    return h * part.resize_(2, N, N)[1:].squeeze(0)
+
+
+def channels_last(h: Tensor, x: Tensor) -> Tensor:
+    made = torch.empty(0).resize_((1, 2, N, N), memory_format=torch.channels_last)
+    return (made.copy_(torch.stack((h.detach(), x))[None]) * h).sum((0, 1))
+
+
+def whole_numbers(h: Tensor, x: Tensor) -> Tensor:
+    rows = torch.empty(0, dtype=torch.long).resize_(N)
+    return h[rows.copy_(x[0].argsort())]
+
+
+RESIZED = (dropped_rows, as_another, larger_again, channels_last, whole_numbers)
+
+
+@pytest.mark.parametrize("memory", ["auto", "min"])
+@pytest.mark.parametrize("op", RESIZED, ids=lambda f: f.__name__)
+def test_empty_tensor_that_the_step_makes_larger_is_a_new_one(
+    op: Callable[[Tensor, Tensor], Tensor], memory: str
+) -> None:
+    def make() -> Setup:
+        model = Deep(op)
+        return Setup(model, lambda m, x: m(x), sgd(model), batches)
+
+    assert len(assert_right(make, memory=memory, poison=True)._plans) == 1
+
+
+def test_prediction_knows_a_tensor_that_is_made_larger() -> None:
+    model = Deep(dropped_rows)
+    assert tb.predict(model, lambda m, x: m(x), sgd(model), *batches(0)).peak_bytes > 0
+
+
+def test_tensor_with_values_that_is_made_larger_is_refused_with_the_way_out() -> None:
+    model = Deep(lambda h, x: h * h.detach().clone().resize_(2 * N, N).fill_(0.5)[:N])
+    with pytest.raises(tb.CaptureError, match=r"resize_.*test_storage_ops.* from 576 to 1152 bytes.*new_empty"):
+        tb.compile_step(model, lambda m, x: m(x), sgd(model))(*batches(0))

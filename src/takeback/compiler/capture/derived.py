@@ -1,6 +1,6 @@
 """Attributes that a forward sets to a tensor of its own: a value of the step under a name that outlives it. The old
-`weight_norm` and `spectral_norm` of torch do so before each forward, and models that replace a buffer (`self.ema =
-0.9 * self.ema + ...`) where others write it in place.
+`weight_norm` and `spectral_norm` of torch do so before each forward, its pruning does, and models that replace a buffer
+(`self.ema = 0.9 * self.ema + ...`) where others write it in place.
 
 In: modules. Out: their derived attributes, each with a tensor of its own, the holder, which stands there between steps
 and takes the value that eager would have left. So a plan knows the module by the same tensor in every step, and what is
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -46,8 +47,8 @@ class Derived:
 
     @property
     def now(self) -> Any:
-        """What stands there."""
-        return self._table[self.name]
+        """What stands there; None where the attribute is gone, or a parameter again (prune.remove)."""
+        return self._table.get(self.name)
 
     @property
     def is_buffer(self) -> bool:
@@ -96,8 +97,10 @@ def derived_of(modules: Iterable[torch.nn.Module]) -> tuple[Derived, ...]:
 
 def _of(module: torch.nn.Module) -> Iterator[Derived]:
     for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, WeightNorm | SpectralNorm) and isinstance(module.__dict__.get(hook.name), torch.Tensor):
-            yield Derived(module, hook.name)
+        if isinstance(hook, WeightNorm | SpectralNorm | BasePruningMethod):
+            name = hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name
+            if isinstance(module.__dict__.get(name), torch.Tensor):
+                yield Derived(module, name)
     for name in _HOLDERS.get(module, {}):
         if isinstance(module._buffers.get(name), torch.Tensor):
             yield Derived(module, name)

@@ -52,6 +52,8 @@ class Reads(TorchFunctionMode):
             kwargs = kwargs or {}
             name = getattr(func, "__name__", str(func))
             tensors = () if name == "__get__" or func in _BACKWARDS else tuple(tensors_in((args, kwargs)))
+            if name == "__get__" and func.__self__ is torch.Tensor.grad:
+                self._recorder.grads_read.add(id(args[0]))
             numbers = [t for t in tensors if is_whole(t) and t.numel()]
             versions = {id(t): _version(t) for t in tensors}
             constants = self._recorder.table.constants

@@ -20,6 +20,7 @@ from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
 from takeback.compiler.capture.aux_objects import close_objects, open_objects
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
+from takeback.compiler.capture.batch_grads import as_before, drop_
 from takeback.compiler.capture.derived import (
     Buffers,
     Derived,
@@ -40,6 +41,7 @@ from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.one_hot import OneHots
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import DrawsFromNumpy, NumpyGenerator, default_generators
@@ -49,6 +51,7 @@ from takeback.compiler.capture.scratch import AllocatorEvent, AllocatorLog
 from takeback.compiler.capture.site import at
 from takeback.compiler.capture.subject import Subject
 from takeback.compiler.capture.uncompiled import SCRIPTED, notes_of, uncompiled, unscripted
+from takeback.compiler.capture.unplannable import RunsOtherwiseFirst
 from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
 
@@ -157,7 +160,7 @@ def capture(
                 _refuse_holders_elsewhere(got, subject, args, kwargs)
             return got
         except _KeptState as kept:
-            if once or kept.replaced:  # run again, it would begin with what this run has left in the buffers
+            if once or kept.otherwise_first or kept.replaced:  # it would begin with what this run has left in buffers
                 raise
             for generator, state in states:
                 generator.set_state(state)
@@ -343,11 +346,6 @@ def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen:
     return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
 
 
-class RunsOtherwiseFirst(CaptureError):
-    """The first run of the step makes something of random numbers and keeps it, or computes something else than later
-    ones. Once it was made in eager, the step can be recorded."""
-
-
 class _KeptState(Exception):
     """The step changed Python state, or left a tensor behind: right once (a cache), refused twice."""
 
@@ -438,6 +436,14 @@ def _attempt(
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
     buffers = Buffers(subject.modules)
+
+    def look() -> Kin:
+        seen = onlooker.seen
+        if kin is not None and kin.covers(seen):
+            return kin
+        assumptions = _look(subject, args, kwargs, seen)
+        return Kin(before, assumptions, assumptions.places(), seen)
+
     on_abort(onlooker.stop_)
     on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
@@ -468,28 +474,34 @@ def _attempt(
             exact=subject.exact,
             replaced=subject.replaced,
         )
+        stack.enter_context(as_before(batch, but=recorder.read_before))
         on_abort(recorder.rewind_)
         reads = Reads(recorder) if real else contextlib.nullcontext()
         products = EagerProducts() if subject.exact else contextlib.nullcontext()
+        hots = OneHots()
         try:
             wires = tripwires(own, follows_numpy=bool(drawers))
-            with wires, torch.enable_grad(), onlooker, reads, products, calls.of(recorder), traced(numbers) as trace:
+            with (
+                wires,
+                torch.enable_grad(),
+                onlooker,
+                reads,
+                products,
+                hots,
+                calls.of(recorder),
+                traced(numbers) as trace,
+            ):
                 on_abort(functools.partial(put_back_, trace))
                 ran = _run(subject, recorder, args, kwargs, before.tensors)
-        except BaseException:
-            be_off_function_stack_(reads, products)
+        except BaseException as error:
+            be_off_function_stack_(reads, products, hots)
             recorder.rewind_()
             put_holders_back_(subject.derived)
             for p in subject.parameters:
                 p.grad = None
+            if isinstance(error, RunsOtherwiseFirst):
+                raise _KeptState(str(error), within=look().within, otherwise_first=True) from None
             raise
-
-    def look() -> Kin:
-        seen = onlooker.seen
-        if kin is not None and kin.covers(seen):
-            return kin
-        assumptions = _look(subject, args, kwargs, seen)
-        return Kin(before, assumptions, assumptions.places(), seen)
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
@@ -559,6 +571,7 @@ def _run(
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
             foreign |= _backward(root, subject, leaves)
+            drop_(tensors_of((part_args, part_kwargs)), recorder.grads_read, recorder.read_before)
             detached = part.detach()
             total = detached if total is None else total + detached
             del loss, out, part, root, leaves

@@ -45,6 +45,7 @@ from takeback.compiler.program import Argument, Op, Phase, Program, Region, Role
 from takeback.errors import CaptureError
 
 aten = torch.ops.aten
+_RESIZE = (aten.resize_.default, aten.resize_as_.default)
 _CROSS_ENTROPY = (torch.nn.functional.cross_entropy.__code__, cross_entropy.__code__)
 
 MOST_HELD_ELEMENTS = 1 << 16
@@ -98,6 +99,10 @@ class Recorder(TorchDispatchMode):
         self._by_mask: list[int] = []
         self._sums = PickedSums(_is_in_cross_entropy) if exact else None
         self.seen: list[OpForm] | None = None  #: while it is a list: every op that is dispatched
+        #: The ids of tensors whose `.grad` Python has asked for, or that have had one.
+        self.grads_read = {id(t) for t in batch if t.is_leaf and t.grad is not None}
+        self.read_before: set[int] = set()  #: of batch tensors that an op has read while they needed no gradient
+        self._plain = {id(t) for t in batch if t.is_floating_point() or t.is_complex()}
 
     def __exit__(self, *error: Any) -> None:
         be_on_dispatch_stack_(self)
@@ -162,6 +167,8 @@ class Recorder(TorchDispatchMode):
         facts, table = facts_of(func), self.table
         if self._sums is not None:
             refuse_other_form(func, args, self._sites.at)
+        if func in _RESIZE:
+            return self._resize(func, args, kwargs)
         if facts.moves_no_bytes:
             return func(*args, **kwargs)  # later regions show what it did
         if self._sums is not None:
@@ -179,6 +186,8 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default:
             return self._lift(args[0], site)
         storages: dict[int, torch.Tensor] = {}
+        if self._plain and func is not aten.detach.default:
+            self._note_plain(args)
         described = tuple([self._describe(a, storages) for a in args])
         described_kw = {k: self._describe(v, storages) for k, v in kwargs.items()} if kwargs else {}
         if self._random is not None and isinstance(kwargs.get("generator"), torch.Generator):
@@ -234,6 +243,39 @@ class Recorder(TorchDispatchMode):
         if self._sums is not None:
             self._sums.ran_(func, args, out, position)
         return out
+
+    def _resize(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where it gives bytes to a tensor that the step has made without any, the program has a new one."""
+        tensor, table, position, site = args[0], self.table, len(self.ops), self._sites.here()
+        table.bury(position)
+        before = table.of(tensor)
+        if self._real and not before.size_bytes:
+            self._undo.remember((tensor,), self.phase)
+        cell = self._log.cell if self._log is not None else [-1]
+        cell[0] = position
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            cell[0] = -1
+        size = tensor.untyped_storage().nbytes()
+        if before.size_bytes or before.role is not Role.INTERNAL or not size:
+            refuse_resized(func, (tensor,), table, site)
+            return out
+        if self._took_ is not None:
+            self._took_(size)
+        table.made(tensor)
+        region, how = table.region(tensor), {"dtype": tensor.dtype, "device": tensor.device}
+        shape = (region.shape, region.stride)
+        self.ops.append(Op(aten.empty_strided.default, shape, how, (region,), (), self.phase, False, site))
+        return out
+
+    def _note_plain(self, args: Sequence[Any]) -> None:
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                if id(value) in self._plain and not value.requires_grad:
+                    self.read_before.add(id(value))
+            elif isinstance(value, list | tuple):
+                self._note_plain(value)
 
     def _is_by_mask(self) -> bool:
         """Whether autograd itself picks rows out of a gradient by a mask just now: no code of anybody's sees how many

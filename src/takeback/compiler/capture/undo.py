@@ -26,6 +26,7 @@ class Undo:
         self._at = at
         self._users: dict[BufferId, tuple[torch.Tensor, torch.Tensor]] = {}
         self._new: dict[BufferId, list[tuple[weakref.ref[torch.Tensor], torch.Tensor]]] = {}
+        self._empty: list[tuple[torch.Tensor, torch.Size]] = []  #: an op may give them bytes
 
     def remember(self, mutated: Iterable[torch.Tensor], phase: Phase) -> None:
         """Called before an op that writes these; what the update writes is for good."""
@@ -36,7 +37,10 @@ class Undo:
             if buffer.role is Role.INTERNAL:
                 if phase is Phase.FORWARD:
                     self._remember_new(buffer.id, tensor)
-            elif buffer.id not in self._users:
+                continue
+            if not buffer.size_bytes:
+                self._empty.append((tensor, tensor.shape))
+            if buffer.id not in self._users:
                 # A write to one batch tensor that shows in another would have to be followed by bytes, not by tensors.
                 if buffer.id in self._table.leaves and self._table.shares_memory(buffer.id):
                     raise CaptureError(
@@ -69,6 +73,9 @@ class Undo:
 
     def undo_(self) -> None:
         with torch.no_grad():
+            for tensor, shape in self._empty:
+                if tensor.shape != shape:
+                    tensor.resize_(shape).untyped_storage().resize_(0)
             for tensor, before in self._users.values():
                 tensor.copy_(before)
             for reference, before in (pair for pairs in self._new.values() for pair in pairs):

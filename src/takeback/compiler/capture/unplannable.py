@@ -104,12 +104,24 @@ def varying(op: Op, times: int) -> CaptureError:
     )
 
 
+class RunsOtherwiseFirst(CaptureError):
+    """The first run of the step makes something of random numbers and keeps it, computes something else than later ones
+    or gives an empty tensor its size. Once it was made in eager, the step can be recorded."""
+
+
 def refuse_resized(target: OpOverload, mutated: Iterable[torch.Tensor], table: BufferTable, site: Site | None) -> None:
     """An op that gave one of the tensors it wrote another size."""
     for tensor in mutated:
-        buffer = table.of(tensor)
-        if buffer.role is not Role.BATCH and tensor.untyped_storage().nbytes() != buffer.size_bytes:
-            raise CaptureError(
-                f"{target}{at(site)} resized a tensor from {buffer.size_bytes} to {tensor.untyped_storage().nbytes()} "
-                f"bytes. A buffer has one size in a plan: give out= a tensor of the right shape."
+        buffer, now = table.of(tensor), tensor.untyped_storage().nbytes()
+        if buffer.role is Role.BATCH or now == buffer.size_bytes:
+            continue
+        if buffer.role is not Role.INTERNAL and not buffer.size_bytes:
+            whose = f"the buffer {buffer.name!r}" if buffer.role is Role.BUFFER else "a tensor of yours"
+            raise RunsOtherwiseFirst(
+                f"{target}{at(site)} gives {whose}, which is empty, {now} bytes the first time the step runs. A buffer "
+                f"has one size in a plan: run the model once on such a batch before the first step."
             )
+        raise CaptureError(
+            f"{target}{at(site)} resized a tensor from {buffer.size_bytes} to {now} bytes. A buffer has one size in a "
+            f"plan: give out= a tensor of the right shape, or in place of resize_() make a new one (new_empty)."
+        )

@@ -122,7 +122,7 @@ class MicrobatchBesideEager(BesideEager):
             aside.at_end(micro.put_back_)
             aside.at_end(put_back_)
             aside.compute()
-            with torch.enable_grad(), self.aside.around():
+            with torch.enable_grad(), self.aside.around(self.batch):
                 if self.scaling is not None:
                     self.scaling.begin_()
                 loss = self.recipe.add_backward_(self.batch, self.scaling).loss

@@ -115,7 +115,7 @@ class BesideEager:
             aside.at_end(self.recipe.drop_grads_)
             aside.at_end(saved([*self.written(), *self.recipe.model.buffers()], self.executor.program))
             aside.compute()
-            with torch.enable_grad(), self.aside.around():
+            with torch.enable_grad(), self.aside.around(self.batch):
                 loss = _gradients(self.recipe, self.batch, self.scaling)
             grads = {i: p.grad for i, p in enumerate(self.recipe.parameters) if p.grad is not None}
             found_inf = self.scaling.found_inf if self.scaling is not None else None
@@ -163,7 +163,7 @@ class BesideEager:
             aside.at_end(saved(self.written(), program))
             aside.compute()
             try:
-                with torch.no_grad(), self.aside.around():
+                with torch.no_grad(), self.aside.around(self.batch):
                     end = self.executor.count_aside()
                     expected = keep(self.proof.measure, {"loss": self.recipe.forward(self.batch)})
                     if seen is not None:
@@ -200,7 +200,7 @@ class BesideEager:
             del put_back  # eager's step needs the memory
             self._takes_back(both, saved(self.written(), program))
             both.compute()
-            with torch.enable_grad(), self.aside.around():
+            with torch.enable_grad(), self.aside.around(self.batch):
                 expected = recipe.backward_(self.batch, recipe.scaler)
                 both.commit()
                 recipe.update_()
@@ -275,7 +275,7 @@ def prove_recording(
 
     def again() -> dict[str, torch.Tensor]:
         got.rewind_()
-        with torch.enable_grad(), got.aside.around():
+        with torch.enable_grad(), got.aside.around(batch):
             loss = _gradients(recipe, batch, scaling)
         if recipe.clip_norm is not None and scaling is None:
             if unclipped:
