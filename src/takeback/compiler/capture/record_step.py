@@ -18,7 +18,7 @@ import torch
 
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
-from takeback.compiler.capture.aux_objects import close_objects, open_objects
+from takeback.compiler.capture.aux_objects import close_objects, open_objects, without_graph
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.derived import (
     Buffers,
@@ -54,6 +54,11 @@ from takeback.errors import CaptureError
 
 _NEAR = 1e-6  #: two runs of one step: kernels that add atomically round as it comes
 _NEAR_ON_A_GPU = 1e-3
+
+_CACHED = (
+    "If a cache of a function holds it (functools.lru_cache), train with the function that the cache wraps (its "
+    "__wrapped__)."
+)
 
 
 @dataclass(frozen=True)
@@ -482,6 +487,8 @@ def _attempt(
             for p in subject.parameters:
                 p.grad = None
             raise
+    # Not before the backward, in which a hook may fill a dict that is returned.
+    ran = replace(ran, aux=without_graph(ran.aux, recorder.detached))
 
     def look() -> Kin:
         seen = onlooker.seen
@@ -705,6 +712,10 @@ def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterat
         )
 
 
+def _where(op: Op) -> str:
+    return op.site.describe() if op.site else "unknown line"
+
+
 def _kept(
     recorder: Recorder,
     before: Assumptions,
@@ -715,12 +726,10 @@ def _kept(
     """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""
     escaped = recorder.escaped(given)
     if escaped is not None:
-        where = escaped.site.describe() if escaped.site else "unknown line"
         return (
-            f"a tensor made in the step outlives it: the result of {escaped.name} at {where} is still held by your "
-            f"objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
-            f"loss_fn may return (loss, aux). If a cache of a function holds it (functools.lru_cache), train with the "
-            f"function that the cache wraps (its __wrapped__)."
+            f"a tensor made in the step outlives it: the result of {escaped.name} at {_where(escaped)} is still held "
+            f"by your objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
+            f"loss_fn may return (loss, aux). {_CACHED}"
         )
     orphan = recorder.orphan()
     if orphan is not None:
@@ -741,5 +750,12 @@ def _kept(
             f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
             f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model. For a metric or a "
             f"history, return the tensor as aux and update it outside."
+        )
+    held = recorder.held_besides(given)
+    if held is not None:
+        return (
+            f"a tensor made in the step outlives it: the result of {held.name} at {_where(held)} is returned, and is "
+            f"still held by your objects as well. A replay would leave a stale tensor there. Keep what the step has "
+            f"returned instead, outside of loss_fn and the model. {_CACHED}"
         )
     return None
