@@ -1392,6 +1392,33 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_optimizers.py::test_state_dict_has_eagers_keys_and_values_after_each_step[SGD-end-exact]",),
     ),
     PlantedFault(
+        "run: each result of a replay is a copy of its own",
+        "compiler/run/plans.py",
+        "return together(self.original)",
+        "return ()",
+        (
+            "tests/step/test_shared_results.py::test_results_share_the_memory_that_they_share_in_eager"
+            "[step-view_of_another-exact-keep]",
+        ),
+    ),
+    PlantedFault(
+        "run: the loss of a recorded step is a copy, and aux has another",
+        "compiler/run/recorded_step.py",
+        "return got.loss if shared else got.loss.clone()",
+        "return got.loss.clone()",
+        (
+            "tests/step/test_shared_results.py::test_results_share_the_memory_that_they_share_in_eager"
+            "[step-same_tensor_twice-exact-min]",
+        ),
+    ),
+    PlantedFault(
+        "run: results whose spans meet share memory, whether or not they have a byte in common",
+        "compiler/run/together.py",
+        "any(_share(results[i], results[j]) for j in g)",
+        "g",
+        ("tests/step/test_shared_results.py::test_results_that_share_nothing_hold_no_more_than_their_own_bytes",),
+    ),
+    PlantedFault(
         "package: the module guard takes the place of the function",
         "__init__.py",
         "            value = getattr(value, name)\n",
