@@ -1419,6 +1419,18 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_shared_results.py::test_results_that_share_nothing_hold_no_more_than_their_own_bytes",),
     ),
     PlantedFault(
+        "capture: a parameter that a refused step gave other memory stays there",
+        "compiler/capture/record_step.py",
+        "    on_abort(data.put_back_)\n",
+        "",
+        (
+            "tests/step/test_refusals.py::"
+            "test_parameter_that_is_given_other_memory_is_named_with_the_way_out_which_has_eagers_bits",
+            "tests/step/test_refusals.py::"
+            "test_step_that_gives_a_parameter_other_memory_runs_plainly_where_that_is_allowed",
+        ),
+    ),
+    PlantedFault(
         "package: the module guard takes the place of the function",
         "__init__.py",
         "            value = getattr(value, name)\n",

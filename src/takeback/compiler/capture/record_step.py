@@ -39,6 +39,7 @@ from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
+from takeback.compiler.capture.moved_data import ParameterData
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
@@ -443,6 +444,8 @@ def _attempt(
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
     buffers = Buffers(subject.modules)
+    data = ParameterData({"": subject.model, **subject.beside} if real else {})
+    on_abort(data.put_back_)
     on_abort(onlooker.stop_)
     on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
@@ -497,7 +500,7 @@ def _attempt(
         assumptions = _look(subject, args, kwargs, seen)
         return Kin(before, assumptions, assumptions.places(), seen)
 
-    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, data, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
@@ -625,6 +628,7 @@ def _finish(
     ran: _Ran,
     events: Sequence[AllocatorEvent],
     buffers: Buffers,
+    data: ParameterData,
     real: bool,
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
@@ -635,7 +639,7 @@ def _finish(
     torch.clear_autocast_cache()
     kin = look()
     before, assumptions, within = kin.before, kin.assumptions, kin.within
-    reason = _kept(recorder, before, assumptions, within, given)
+    reason = _moved(recorder, data) or _kept(recorder, before, assumptions, within, given)
     if reason is not None:
         written = {t.untyped_storage()._cdata for t in _strided(*recorder.statistics)}
         numbers = _numbers(subject, ran.loss) if real else None
@@ -710,6 +714,18 @@ def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterat
             f"gradients take {taken:.2f} MiB: {len(grads)} of {len(subject.parameters)} parameters have one; the "
             f"{len(frozen)} that are frozen ({spared:.2f} MiB) have none, not even inside of the backward"
         )
+
+
+def _moved(recorder: Recorder, data: ParameterData) -> str | None:
+    """Why a parameter cannot be given memory that the step has made."""
+    name = next((name for name, p in data.moved() if recorder.has_made(p)), None)
+    if name is None:
+        return None
+    return (
+        f"the step gives the parameter {name} other memory (p.data = ...), and a replay would go on in the old one. "
+        f"Write it in place: p.data.copy_(...) with what stands on the right now, or, for a moving average, "
+        f"p.data.mul_(m).add_(q.data, alpha=1 - m)."
+    )
 
 
 def _where(op: Op) -> str:

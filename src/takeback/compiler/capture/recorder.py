@@ -341,6 +341,11 @@ class Recorder(TorchDispatchMode):
         """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
         return outlives.escaped(self.table, self.ops, allowed)
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made these bytes."""
+        table = self.table
+        return tensor.layout is torch.strided and table.knows(tensor) and table.of(tensor).role is Role.INTERNAL
+
     def held_besides(self, returned: Sequence[torch.Tensor]) -> Op | None:
         """The op whose result somebody holds besides the returned tensors, which nobody else has seen; or None. Of fake
         tensors it is not known."""
