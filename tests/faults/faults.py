@@ -1380,8 +1380,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "capture: what is returned may be held by anybody else as well",
         "compiler/capture/outlives.py",
-        "holders(storage) > times[b] + 1",
-        "holders(storage) > times[b] + 2",
+        "holders(s) > times[b] + 1",
+        "holders(s) > times[b] + 2",
         ("tests/step/test_metrics.py::test_what_the_step_returns_and_keeps_as_well_is_refused[detached]",),
     ),
     PlantedFault(

@@ -22,25 +22,25 @@ def escaped(table: BufferTable, ops: Sequence[Op], allowed: Sequence[torch.Tenso
     return _maker(next((b for b in table.still_alive() if b not in keep), None), ops)
 
 
-def held_besides(table: BufferTable, ops: Sequence[Op], returned: Sequence[torch.Tensor]) -> Op | None:
-    """The op whose result somebody holds besides the returned tensors, which nobody else has seen; or None."""
-    found = _held_besides(table, returned)
+def held_besides(
+    table: BufferTable, ops: Sequence[Op], returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> Op | None:
+    """The op whose result is returned and held besides, by others than the given tensors, which nobody else has seen;
+    or None."""
+    found = _held_besides(table, returned, given)
     if found is not None:
         gc.collect()
-        found = _held_besides(table, returned)
+        found = _held_besides(table, returned, given)
     return _maker(found, ops)
 
 
-def _held_besides(table: BufferTable, returned: Sequence[torch.Tensor]) -> BufferId | None:
+def _held_besides(
+    table: BufferTable, returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> BufferId | None:
+    times = collections.Counter(table.region(t).buffer for t in {id(t): t for t in given}.values())
     made = set(table.still_alive())
-    times: collections.Counter[BufferId] = collections.Counter()
-    storages: dict[BufferId, torch.UntypedStorage] = {}
-    for tensor in {id(t): t for t in returned}.values():
-        buffer = table.region(tensor).buffer
-        times[buffer] += 1
-        if buffer in made:
-            storages[buffer] = tensor.untyped_storage()
-    return next((b for b, storage in storages.items() if holders(storage) > times[b] + 1), None)
+    storages = {table.region(t).buffer: t.untyped_storage() for t in returned}
+    return next((b for b, s in storages.items() if b in made and holders(s) > times[b] + 1), None)
 
 
 def _maker(buffer: BufferId | None, ops: Sequence[Op]) -> Op | None:

@@ -639,7 +639,8 @@ def _finish(
     torch.clear_autocast_cache()
     kin = look()
     before, assumptions, within = kin.before, kin.assumptions, kin.within
-    reason = _moved(recorder, data) or _kept(recorder, before, assumptions, within, given)
+    returned = (ran.loss, *aux_tensors)
+    reason = _moved(recorder, data) or _kept(recorder, before, assumptions, within, given, returned)
     if reason is not None:
         written = {t.untyped_storage()._cdata for t in _strided(*recorder.statistics)}
         numbers = _numbers(subject, ran.loss) if real else None
@@ -738,8 +739,10 @@ def _kept(
     assumptions: Assumptions,
     within: set[Place],
     given: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
 ) -> str | None:
-    """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""
+    """What the step has left behind besides the tensors it gave, of which some are returned to its caller, and why a
+    replay would get it wrong; or None."""
     escaped = recorder.escaped(given)
     if escaped is not None:
         return (
@@ -767,7 +770,7 @@ def _kept(
             f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model. For a metric or a "
             f"history, return the tensor as aux and update it outside."
         )
-    held = recorder.held_besides(given)
+    held = recorder.held_besides(returned, given)
     if held is not None:
         return (
             f"a tensor made in the step outlives it: the result of {held.name} at {_where(held)} is returned, and is "

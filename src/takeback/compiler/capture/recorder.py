@@ -346,10 +346,10 @@ class Recorder(TorchDispatchMode):
         table = self.table
         return tensor.layout is torch.strided and table.knows(tensor) and table.of(tensor).role is Role.INTERNAL
 
-    def held_besides(self, returned: Sequence[torch.Tensor]) -> Op | None:
-        """The op whose result somebody holds besides the returned tensors, which nobody else has seen; or None. Of fake
-        tensors it is not known."""
-        return outlives.held_besides(self.table, self.ops, returned) if self._real else None
+    def held_besides(self, returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Op | None:
+        """The op whose result is returned and held besides, by others than the given tensors; or None. Of fake tensors
+        it is not known."""
+        return outlives.held_besides(self.table, self.ops, returned, given) if self._real else None
 
     def orphan(self) -> Op | None:
         """The op that reads a tensor made inside the step behind torch's back (numpy, a C++ extension); or None."""
