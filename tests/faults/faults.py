@@ -1511,6 +1511,83 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_numbers.py::test_number_in_aux_is_what_it_is_in_each_step",),
     ),
     PlantedFault(
+        "capture: what is returned keeps its graph, and with it tensors of the step",
+        "compiler/capture/record_step.py",
+        "without_graph(ran.aux, recorder.detached)",
+        "ran.aux",
+        (
+            "tests/step/test_metrics.py::test_aux_with_a_graph_that_keeps_tensors_of_the_step_is_eagers"
+            "[probabilities-1-exact]",
+        ),
+    ),
+    PlantedFault(
+        "capture: what a hook puts into aux in the backward is not seen",
+        "compiler/capture/record_step.py",
+        "parts.append(aux)",
+        "parts.append(without_graph(open_objects(aux), recorder.detached))",
+        ("tests/step/test_metrics.py::test_aux_that_a_hook_fills_in_the_backward_has_the_gradient",),
+    ),
+    PlantedFault(
+        "capture: a gradient that was asked for goes with the graph of what is returned",
+        "compiler/capture/aux_objects.py",
+        "return tensor if tensor.retains_grad and tensor.grad is not None else detached(tensor)",
+        "return detached(tensor)",
+        ("tests/step/test_metrics.py::test_aux_whose_own_gradient_was_asked_for_is_refused",),
+    ),
+    PlantedFault(
+        "capture: what is returned may be held by anybody else as well",
+        "compiler/capture/outlives.py",
+        "holders(s) > times[b] + 1",
+        "holders(s) > times[b] + 2",
+        ("tests/step/test_metrics.py::test_what_the_step_returns_and_keeps_as_well_is_refused[detached]",),
+    ),
+    PlantedFault(
+        "capture: an optimizer without state is asked for one, and has an empty one from then on",
+        "compiler/capture/update.py",
+        "table = optimizer.state.get(p, {})",
+        "table = optimizer.state[p]",
+        ("tests/step/test_optimizers.py::test_state_dict_has_eagers_keys_and_values_after_each_step[SGD-end-exact]",),
+    ),
+    PlantedFault(
+        "run: each result of a replay is a copy of its own",
+        "compiler/run/plans.py",
+        "return together(self.original)",
+        "return ()",
+        (
+            "tests/step/test_shared_results.py::test_results_share_the_memory_that_they_share_in_eager"
+            "[step-view_of_another-exact-keep]",
+        ),
+    ),
+    PlantedFault(
+        "run: the loss of a recorded step is a copy, and aux has another",
+        "compiler/run/recorded_step.py",
+        "return got.loss if shared else got.loss.clone()",
+        "return got.loss.clone()",
+        (
+            "tests/step/test_shared_results.py::test_results_share_the_memory_that_they_share_in_eager"
+            "[step-same_tensor_twice-exact-min]",
+        ),
+    ),
+    PlantedFault(
+        "run: results whose spans meet share memory, whether or not they have a byte in common",
+        "compiler/run/together.py",
+        "any(_share(results[i], results[j]) for j in g)",
+        "g",
+        ("tests/step/test_shared_results.py::test_results_that_share_nothing_hold_no_more_than_their_own_bytes",),
+    ),
+    PlantedFault(
+        "capture: a parameter that a refused step gave other memory stays there",
+        "compiler/capture/record_step.py",
+        "    on_abort(data.put_back_)\n",
+        "",
+        (
+            "tests/step/test_refusals.py::"
+            "test_parameter_that_is_given_other_memory_is_named_with_the_way_out_which_has_eagers_bits",
+            "tests/step/test_refusals.py::"
+            "test_step_that_gives_a_parameter_other_memory_runs_plainly_where_that_is_allowed",
+        ),
+    ),
+    PlantedFault(
         "package: the module guard takes the place of the function",
         "__init__.py",
         "            value = getattr(value, name)\n",

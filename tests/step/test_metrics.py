@@ -4,6 +4,7 @@ refused, and the message says to return it as aux."""
 from __future__ import annotations
 
 import collections
+import queue
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from train_twice import batch
 
 import takeback as tb
 from harness import same_bits
+from takeback.compiler.capture.aux_objects import open_objects
+from takeback.compiler.capture.batch import results_of
+from takeback.compiler.run.eager import Recipe
 from takeback.errors import CaptureError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "short_search")
@@ -89,6 +93,53 @@ def test_what_the_step_keeps_for_looking_at_is_refused_with_the_way_out(make: Ca
         step(*batch(0))
     assert_same(snapshot(model, optimizer), before)
     assert kept == []
+
+
+def detached(kept: Any, out: Tensor, loss: Tensor) -> Tensor:
+    kept.put(out.detach())
+    return out
+
+
+def with_its_graph(kept: Any, out: Tensor, loss: Tensor) -> Tensor:
+    kept.put(out)
+    return out
+
+
+def without_a_graph(kept: Any, out: Tensor, loss: Tensor) -> Tensor:
+    found = out.argmax(1)
+    kept.put(found)
+    return found
+
+
+def whose_graph_keeps_another(kept: Any, out: Tensor, loss: Tensor) -> Tensor:
+    squares = out * out
+    kept.put(squares.detach())
+    return squares
+
+
+def the_loss(kept: Any, out: Tensor, loss: Tensor) -> Tensor:
+    kept.put(loss.detach())
+    return out
+
+
+@pytest.mark.parametrize(
+    "keep", [detached, with_its_graph, without_a_graph, whose_graph_keeps_another, the_loss], ids=lambda f: f.__name__
+)
+def test_what_the_step_returns_and_keeps_as_well_is_refused(keep: Callable[..., Tensor]) -> None:
+    """In a queue, which nobody can look into."""
+    kept: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        return loss, keep(kept, out, loss)
+
+    model = mlp()
+    optimizer = sgd(model)
+    before = snapshot(model, optimizer)
+    with pytest.raises(CaptureError, match=r"outlives it: the result of .*test_metrics\.py:\d+ in "):
+        tb.compile_step(model, loss_fn, optimizer)(*batch(0))
+    assert_same(snapshot(model, optimizer), before)
 
 
 @pytest.mark.parametrize("kind", ["MeanMetric", "MulticlassAccuracy"])
@@ -205,6 +256,79 @@ def test_aux_of_any_shape_is_eagers_in_every_step(shape: Callable[[Tensor], Any]
         assert (aux["none"], aux["object"].count) == (None, 3)
     if shape is defaulting:
         assert aux["more"] == []
+
+
+def ratio(out: Tensor, loss: Tensor) -> Any:
+    return {"each": loss / (out > 0).sum(), "root": loss.sqrt(), "both": loss * out.mean(), "loss": loss}
+
+
+def probabilities(out: Tensor, loss: Tensor) -> Any:
+    return out.softmax(0), out.norm(), (out * out).max(1)
+
+
+def in_objects(out: Tensor, loss: Tensor) -> Any:
+    return {"object": Holder(out.exp(), Holder(out * out)), "outer": Outer(Inner(out.softmax(1)), [out.log_softmax(1)])}
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("shape", [ratio, probabilities, in_objects], ids=lambda f: f.__name__)
+@pytest.mark.usefixtures("eagers_kernels", "whole_head")
+def test_aux_with_a_graph_that_keeps_tensors_of_the_step_is_eagers(
+    shape: Callable[[Tensor, Tensor], Any], accumulate: int, mode: str
+) -> None:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Any]:
+        out = model(x)
+        loss = F.cross_entropy(out, y)
+        return loss, shape(out, loss)
+
+    ours, eager = mlp(), mlp()
+    step = tb.compile_step(ours, loss_fn, sgd(ours), accumulate=accumulate, mode=mode, memory="keep")
+    optimizer = sgd(eager)
+    for i in range(4):
+        _, aux = step(*batch(i))
+        optimizer.zero_grad()
+        gave = Recipe(eager, loss_fn, optimizer, accumulate=accumulate).forward_backward_((batch(i), {}))
+        optimizer.step()
+        mine, theirs = (results_of(open_objects(a)) for a in (aux, gave.aux))
+        assert len(mine) == len(theirs)
+        assert all(map(same_bits, mine, theirs)), i
+        assert not any(t.requires_grad for t in mine)
+    assert step._replays == 3
+
+
+def test_aux_that_a_hook_fills_in_the_backward_has_the_gradient() -> None:
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        found: dict[str, Tensor] = {}
+        out = model(x)
+        out.register_hook(lambda grad: found.update(grad=grad))
+        found["out"] = out.detach()
+        return F.cross_entropy(out, y), found
+
+    ours, eager = mlp(), mlp()
+    step, optimizer = tb.compile_step(ours, loss_fn, sgd(ours), memory="keep"), sgd(eager)
+    for i in range(4):
+        aux = step(*batch(i))[1]
+        optimizer.zero_grad()
+        loss, expected = loss_fn(eager, *batch(i))
+        loss.backward()
+        optimizer.step()
+        assert list(aux) == list(expected) == ["out", "grad"]
+        assert all(map(same_bits, aux.values(), expected.values()))
+    assert step._replays == 3
+
+
+def test_aux_whose_own_gradient_was_asked_for_is_refused() -> None:
+    """It would have none."""
+
+    def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = model(x)
+        out.retain_grad()
+        return F.cross_entropy(out, y), out
+
+    model = mlp()
+    with pytest.raises(CaptureError, match="a tensor made in the step outlives it"):
+        tb.compile_step(model, loss_fn, sgd(model))(*batch(0))
 
 
 def test_output_of_a_transformers_model_is_aux_with_its_cache_and_its_nones() -> None:

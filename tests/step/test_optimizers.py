@@ -226,6 +226,54 @@ def test_unknown_optimizer_is_said_with_the_reason() -> None:
     assert "RMSprop is not one whose update takeback writes out" in note
 
 
+def plain(p: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(p, lr=0.1, weight_decay=1e-3)
+
+
+def momentum_for_some(p: Any) -> torch.optim.Optimizer:
+    first, *others = p
+    return torch.optim.SGD([{"params": [first]}, {"params": others, "momentum": 0.9, "nesterov": True}], lr=0.1)
+
+
+STATES = {
+    "SGD": plain,
+    "SGD, momentum for some": momentum_for_some,
+    "SGD, foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+    "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "AdamW": torch.optim.AdamW,
+    "Adam, amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adafactor": torch.optim.Adafactor,
+    "Rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("update", ["end", "early", "called"])
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.usefixtures("eagers_kernels", "whole_head")
+def test_state_dict_has_eagers_keys_and_values_after_each_step(name: str, update: str, mode: str) -> None:
+    """Also of an optimizer that keeps no state, and for a parameter that gets no gradient."""
+    if update == "early" and not name.startswith(("SGD", "AdamW")):
+        pytest.skip("its own step() is called")
+    model, eager = mlp(), mlp()
+    for each in (model, eager):
+        each.unused = nn.Parameter(torch.ones(2))
+    optimizer, theirs = (STATES[name](each.parameters()) for each in (model, eager))
+    step = tb.compile_step(model, cross_entropy, optimizer, update="end" if update == "called" else update, mode=mode)
+    for i in range(4):
+        step(*batch(i), update=update != "called")
+        if update == "called":
+            step.update()
+        theirs.zero_grad()
+        cross_entropy(eager, *batch(i)).backward()
+        theirs.step()
+        mine, expected = optimizer.state_dict(), theirs.state_dict()
+        assert repr(mine) == repr(expected), i
+        assert len(optimizer.state) == len(theirs.state)
+    assert_same(snapshot(model, optimizer), snapshot(eager, theirs))
+
+
 # -- several -------------------------------------------------------------------------------------------------------
 
 

@@ -817,3 +817,63 @@ def test_cache_that_holds_a_tensor_of_the_step_is_refused_and_without_it_the_ste
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(step(*xy(i)), loss)
+
+
+class Momentum(nn.Module):
+    """As MoCo's: two encoders, of which one follows the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = mlp(), mlp().requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.query(x) - self.key(x)
+
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        return zip(self.query.parameters(), self.key.parameters(), strict=True)
+
+
+def momentum_by_other_memory(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    for q, k in model.pairs():
+        k.data = k.data * 0.9 + q.data * (1 - 0.9)
+    return cross_entropy(model, x, y)
+
+
+def momentum_in_place(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    for q, k in model.pairs():
+        k.data.copy_(k.data * 0.9 + q.data * (1 - 0.9))
+    return cross_entropy(model, x, y)
+
+
+def momentum(seed: int = 0) -> tuple[Momentum, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Momentum()
+    return model, torch.optim.SGD(model.query.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_parameter_that_is_given_other_memory_is_named_with_the_way_out_which_has_eagers_bits() -> None:
+    (model, optimizer), (twin, theirs) = momentum(), momentum()
+    before, places = snapshot(model, optimizer), [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(CaptureError, match=r"gives the parameter key\.0\.weight other memory.*p\.data\.copy_"):
+        tb.compile_step(model, momentum_by_other_memory, optimizer)(*xy(0))
+    assert_same(snapshot(model, optimizer), before)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    step = tb.compile_step(model, momentum_in_place, optimizer)
+    for i in range(4):
+        eagers = Setup(twin, momentum_by_other_memory, theirs, xy)
+        assert torch.equal(step(*xy(i)), eager_step(eagers, xy(i)))
+        assert_same(snapshot(model, optimizer), snapshot(twin, theirs))
+    assert step._replays == 3
+
+
+def test_step_that_gives_a_parameter_other_memory_runs_plainly_where_that_is_allowed() -> None:
+    """Each average is taken once: what the recording did is taken back before."""
+    (model, optimizer), (twin, theirs) = momentum(), momentum()
+    step = tb.compile_step(model, momentum_by_other_memory, optimizer, unplanned="eager")
+    eagers = Setup(twin, momentum_by_other_memory, theirs, xy)
+    with pytest.warns(RuntimeWarning, match="other memory"):
+        losses = [step(*xy(0))]
+    losses += [step(*xy(i)) for i in range(1, 3)]
+    assert all(torch.equal(loss, eager_step(eagers, xy(i))) for i, loss in enumerate(losses))
+    assert_same(snapshot(model, optimizer), snapshot(twin, theirs))
+    assert step.counts.plain == 3

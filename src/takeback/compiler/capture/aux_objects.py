@@ -1,10 +1,11 @@
 """Objects in aux that hold tensors and are no containers, such as the cache in a transformers output: opened into what
-they hold for the recording, and put together again for the caller of every step."""
+they hold for the recording, and put together again for the caller of every step. What they hold has no graph."""
 
 from __future__ import annotations
 
 import copy
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +71,13 @@ def _has_tensor(attributes: dict[str, Any]) -> bool:
 def close_objects(aux: Any) -> Any:
     """The inverse: every opened object is put together, with what stands in its attributes now."""
     return map_leaves(aux, Opened, lambda node: node.shell.filled(close_objects(node.attributes)))
+
+
+def without_graph(aux: Any, detached: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """aux with every tensor detached, as each step gives it: what a graph of its own keeps for a backward is let go.
+    One that has a gradient stays as it is, for the gradient would be let go, too."""
+
+    def plain(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.retains_grad and tensor.grad is not None else detached(tensor)
+
+    return map_leaves(aux, torch.Tensor, plain)

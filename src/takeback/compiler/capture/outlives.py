@@ -1,15 +1,17 @@
 """Finds, after a recorded step, what a replay would get wrong in silence: a tensor of the step that somebody still
-holds, and one that came into it behind torch's back."""
+holds, be it returned or not, and one that came into it behind torch's back."""
 
 from __future__ import annotations
 
+import collections
 import gc
 from collections.abc import Sequence
 
 import torch
 
 from takeback.compiler.capture.buffers import BufferTable
-from takeback.compiler.program import Op, Role
+from takeback.compiler.program import BufferId, Op, Role
+from takeback.engine import holders
 
 
 def escaped(table: BufferTable, ops: Sequence[Op], allowed: Sequence[torch.Tensor]) -> Op | None:
@@ -17,10 +19,32 @@ def escaped(table: BufferTable, ops: Sequence[Op], allowed: Sequence[torch.Tenso
     keep = {table.region(t).buffer for t in allowed}
     if any(b not in keep for b in table.still_alive()):
         gc.collect()
-    first = next((b for b in table.still_alive() if b not in keep), None)
-    if first is None:
-        return None
-    return next((op for op in ops if any(r.buffer == first for r in op.outputs)), None)
+    return _maker(next((b for b in table.still_alive() if b not in keep), None), ops)
+
+
+def held_besides(
+    table: BufferTable, ops: Sequence[Op], returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> Op | None:
+    """The op whose result is returned and held besides, by others than the given tensors, which nobody else has seen;
+    or None."""
+    found = _held_besides(table, returned, given)
+    if found is not None:
+        gc.collect()
+        found = _held_besides(table, returned, given)
+    return _maker(found, ops)
+
+
+def _held_besides(
+    table: BufferTable, returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> BufferId | None:
+    times = collections.Counter(table.region(t).buffer for t in {id(t): t for t in given}.values())
+    made = set(table.still_alive())
+    storages = {table.region(t).buffer: t.untyped_storage() for t in returned}
+    return next((b for b, s in storages.items() if b in made and holders(s) > times[b] + 1), None)
+
+
+def _maker(buffer: BufferId | None, ops: Sequence[Op]) -> Op | None:
+    return next((op for op in ops if any(r.buffer == buffer for r in op.outputs)), None)
 
 
 def orphan(table: BufferTable, ops: Sequence[Op]) -> Op | None:

@@ -18,7 +18,7 @@ import torch
 
 from takeback.compiler.capture.aside import Aside
 from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
-from takeback.compiler.capture.aux_objects import close_objects, open_objects
+from takeback.compiler.capture.aux_objects import close_objects, open_objects, without_graph
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.batch_grads import as_before, drop_
 from takeback.compiler.capture.derived import (
@@ -40,6 +40,7 @@ from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
+from takeback.compiler.capture.moved_data import ParameterData
 from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
 from takeback.compiler.capture.one_hot import OneHots
 from takeback.compiler.capture.own_thread import watching
@@ -57,6 +58,11 @@ from takeback.errors import CaptureError
 
 _NEAR = 1e-6  #: two runs of one step: kernels that add atomically round as it comes
 _NEAR_ON_A_GPU = 1e-3
+
+_CACHED = (
+    "If a cache of a function holds it (functools.lru_cache), train with the function that the cache wraps (its "
+    "__wrapped__)."
+)
 
 
 @dataclass(frozen=True)
@@ -436,6 +442,7 @@ def _attempt(
     real, on_abort, recording = how.real, how.on_abort, how.recording
     onlooker = Onlooker(before.objects)
     buffers = Buffers(subject.modules)
+    data = ParameterData({"": subject.model, **subject.beside} if real else {})
 
     def look() -> Kin:
         seen = onlooker.seen
@@ -444,6 +451,7 @@ def _attempt(
         assumptions = _look(subject, args, kwargs, seen)
         return Kin(before, assumptions, assumptions.places(), seen)
 
+    on_abort(data.put_back_)
     on_abort(onlooker.stop_)
     on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
@@ -502,8 +510,10 @@ def _attempt(
             if isinstance(error, RunsOtherwiseFirst):
                 raise _KeptState(str(error), within=look().within, otherwise_first=True) from None
             raise
+    # Not before the backward, in which a hook may fill a dict that is returned.
+    ran = replace(ran, aux=without_graph(ran.aux, recorder.detached))
 
-    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
+    got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, data, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
     hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
     return got if hidden else replace(got, trace=trace)
@@ -632,6 +642,7 @@ def _finish(
     ran: _Ran,
     events: Sequence[AllocatorEvent],
     buffers: Buffers,
+    data: ParameterData,
     real: bool,
 ) -> Capture:
     """Refuses what a replay would get wrong; else puts the capture together."""
@@ -642,7 +653,8 @@ def _finish(
     torch.clear_autocast_cache()
     kin = look()
     before, assumptions, within = kin.before, kin.assumptions, kin.within
-    reason = _kept(recorder, before, assumptions, within, given)
+    returned = (ran.loss, *aux_tensors)
+    reason = _moved(recorder, data) or _kept(recorder, before, assumptions, within, given, returned)
     if reason is not None:
         written = {t.untyped_storage()._cdata for t in _strided(*recorder.statistics)}
         numbers = _numbers(subject, ran.loss) if real else None
@@ -719,22 +731,38 @@ def _frozen_notes(subject: Subject, grads: Mapping[int, torch.Tensor]) -> Iterat
         )
 
 
+def _moved(recorder: Recorder, data: ParameterData) -> str | None:
+    """Why a parameter cannot be given memory that the step has made."""
+    name = next((name for name, p in data.moved() if recorder.has_made(p)), None)
+    if name is None:
+        return None
+    return (
+        f"the step gives the parameter {name} other memory (p.data = ...), and a replay would go on in the old one. "
+        f"Write it in place: p.data.copy_(...) with what stands on the right now, or, for a moving average, "
+        f"p.data.mul_(m).add_(q.data, alpha=1 - m)."
+    )
+
+
+def _where(op: Op) -> str:
+    return op.site.describe() if op.site else "unknown line"
+
+
 def _kept(
     recorder: Recorder,
     before: Assumptions,
     assumptions: Assumptions,
     within: set[Place],
     given: Sequence[torch.Tensor],
+    returned: Sequence[torch.Tensor],
 ) -> str | None:
-    """What the step has left behind besides the tensors it gave, and why a replay would get it wrong; or None."""
+    """What the step has left behind besides the tensors it gave, of which some are returned to its caller, and why a
+    replay would get it wrong; or None."""
     escaped = recorder.escaped(given)
     if escaped is not None:
-        where = escaped.site.describe() if escaped.site else "unknown line"
         return (
-            f"a tensor made in the step outlives it: the result of {escaped.name} at {where} is still held by your "
-            f"objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
-            f"loss_fn may return (loss, aux). If a cache of a function holds it (functools.lru_cache), train with the "
-            f"function that the cache wraps (its __wrapped__)."
+            f"a tensor made in the step outlives it: the result of {escaped.name} at {_where(escaped)} is still held "
+            f"by your objects after the step. A replay would leave a stale tensor there. Return it as aux instead: "
+            f"loss_fn may return (loss, aux). {_CACHED}"
         )
     orphan = recorder.orphan()
     if orphan is not None:
@@ -755,5 +783,12 @@ def _kept(
             f"the step keeps state in Python: {changed}. A replay runs no Python, so this would stop changing. "
             f"Pass the value to the step as a tensor, or change it outside of loss_fn and the model. For a metric or a "
             f"history, return the tensor as aux and update it outside."
+        )
+    held = recorder.held_besides(returned, given)
+    if held is not None:
+        return (
+            f"a tensor made in the step outlives it: the result of {held.name} at {_where(held)} is returned, and is "
+            f"still held by your objects as well. A replay would leave a stale tensor there. Keep what the step has "
+            f"returned instead, outside of loss_fn and the model. {_CACHED}"
         )
     return None

@@ -387,9 +387,25 @@ class Recorder(TorchDispatchMode):
         """The op whose result somebody still holds, though it is none of the allowed tensors; or None."""
         return outlives.escaped(self.table, self.ops, allowed)
 
+    def has_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step has made these bytes."""
+        table = self.table
+        return tensor.layout is torch.strided and table.knows(tensor) and table.of(tensor).role is Role.INTERNAL
+
+    def held_besides(self, returned: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> Op | None:
+        """The op whose result is returned and held besides, by others than the given tensors; or None. Of fake tensors
+        it is not known."""
+        return outlives.held_besides(self.table, self.ops, returned, given) if self._real else None
+
     def orphan(self) -> Op | None:
         """The op that reads a tensor made inside the step behind torch's back (numpy, a C++ extension); or None."""
         return outlives.orphan(self.table, self.ops)
+
+    def detached(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same bytes without a graph, once the step is over."""
+        plain = tensor.detach()
+        self.table.follow_leaf(plain, tensor)
+        return plain
 
     def region(self, tensor: torch.Tensor) -> Region:
         """Of a tensor that the step gives."""

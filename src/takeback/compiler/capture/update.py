@@ -478,7 +478,7 @@ def write_update(
             grad = program.grads.get(position[id(p)])
             if grad is None:
                 continue
-            table = optimizer.state[p]
+            table = optimizer.state.get(p, {})  # which is a defaultdict: to ask it for a state would make one
             states: dict[str, Region] = {}
             for name in _states(kind, group):
                 w.watched.append((p, name, table[name]))

@@ -20,7 +20,7 @@ from takeback.compiler.run.eager import Batch, Recipe
 from takeback.compiler.run.pending import Microbatch
 from takeback.compiler.run.plans import Plan
 from takeback.compiler.run.proof import differing, in_words, keep
-from takeback.compiler.run.recorded_step import RecordedStep
+from takeback.compiler.run.recorded_step import RecordedStep, loss_of
 from takeback.compiler.run.replayed_step import Results, given_results
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import BesideEager, Run, advice, saved
@@ -50,7 +50,7 @@ def record_microbatch(
                 with torch.no_grad():
                     before.add_(grads[i])
         micro.leave_({i: micro.before.get(i, grad) for i, grad in grads.items()})
-    return Results(got.loss.clone(), got.aux, got.has_aux, None)
+    return Results(loss_of(got), got.aux, got.has_aux, None)
 
 
 @contextlib.contextmanager
@@ -93,7 +93,7 @@ def replay_microbatch(
     plan.executor.run(given, (), inspect=begin_, log=log)
     # A replay calls kernels below the level that counts writes.
     torch.autograd.graph.increment_version(list(homes.values()))
-    results = given_results(plan.executor, given, plan.aux_form, has_aux=plan.has_aux)
+    results = given_results(plan.executor, given, plan.aux_form, has_aux=plan.has_aux, sharing=plan.sharing)
     plan.executor.release_()
     micro.leave_(homes)
     return results

@@ -31,6 +31,7 @@ from takeback.compiler.run.earnings import plans_that_fit
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.proof import Skipped
 from takeback.compiler.run.spent import Spent
+from takeback.compiler.run.together import Together, together
 from takeback.engine import storage_key
 from takeback.errors import CaptureError
 
@@ -106,6 +107,11 @@ class Plan:
     def original(self) -> Program:
         """As it was recorded, before the passes."""
         return self.finished.program
+
+    @functools.cached_property
+    def sharing(self) -> tuple[Together, ...]:
+        """Its results that share memory in eager."""
+        return together(self.original)
 
     @property
     def step_s(self) -> float:

@@ -8,6 +8,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
@@ -23,6 +25,7 @@ from takeback.compiler.run.proof_file import ProvedRecordings
 from takeback.compiler.run.replayed_step import Results
 from takeback.compiler.run.room import Vigil, is_out_of_memory
 from takeback.compiler.run.snapshot import Snapshot
+from takeback.compiler.run.together import together
 from takeback.compiler.run.transaction import Transaction
 from takeback.compiler.run.verify import prove_recording
 from takeback.errors import CaptureError, PlanError
@@ -111,7 +114,7 @@ class RecordedStep:
                 )
             if not keep_grads:
                 recipe.drop_grads_()
-        return Results(got.loss.clone(), got.aux, got.has_aux, norm)
+        return Results(loss_of(got), got.aux, got.has_aux, norm)
 
     def capture(self, batch: Batch, on_abort: Callable[[Callable[[], None]], None]) -> Capture:
         """The recording itself."""
@@ -164,3 +167,9 @@ class RecordedStep:
     def _snapshot(self) -> Snapshot:
         held = [t for _, t in self.scaling.tensors] if self.scaling is not None else ()
         return Snapshot(self.subject.parameters, self.recipe.optimizers, held)
+
+
+def loss_of(got: Capture) -> torch.Tensor:
+    """The loss for the caller: a copy, or the very bytes where aux has them as well."""
+    shared = any(0 in each.members for each in together(got.program))
+    return got.loss if shared else got.loss.clone()

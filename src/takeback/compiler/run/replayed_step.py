@@ -22,6 +22,7 @@ from takeback.compiler.program import Region
 from takeback.compiler.run.eager import clip_
 from takeback.compiler.run.executor import Executor
 from takeback.compiler.run.group import Group
+from takeback.compiler.run.together import Together
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,27 @@ class Results:
         return (self.loss, self.aux) if self.has_aux else self.loss
 
 
-def given_results(executor: Executor, leaves: Sequence[torch.Tensor], aux_form: Any, *, has_aux: bool) -> Results:
+def given_results(
+    executor: Executor,
+    leaves: Sequence[torch.Tensor],
+    aux_form: Any,
+    *,
+    has_aux: bool,
+    sharing: Sequence[Together] = (),
+) -> Results:
     """Loss and aux of a replay, before the executor lets go of them: copies of what is the plan's, the very bytes of
-    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew."""
+    what is the caller's. `aux_form` is aux with an `AuxSlot` for every tensor and every number that is read anew.
+    `sharing`: those that share memory in eager."""
     program = executor.program
+    shared = {i: tensor for each in sharing for i, tensor in each.give(executor, leaves).items()}
 
-    def returned(region: Region) -> torch.Tensor:
-        borrowed = program.buffers[region.buffer].role.borrowed
+    def returned(position: int, region: Region) -> torch.Tensor:
+        if position in shared:
+            return shared[position]
+        borrowed = position > 0 and program.buffers[region.buffer].role.borrowed
         return executor.tensor(region, leaves) if borrowed else executor.give(region, leaves)
 
-    loss = executor.give(program.loss, leaves)
-    aux = [returned(r) for r in program.aux]
+    loss, *aux = (returned(i, region) for i, region in enumerate((program.loss, *program.aux)))
     form = close_objects(map_leaves(aux_form, AuxSlot, lambda slot: slot.value(aux)))
     return Results(loss, form, has_aux, None)
 
@@ -93,10 +104,10 @@ class ReplayedStep:
             self.update.note_()
         return updated
 
-    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool) -> Results:
+    def take(self, aux_form: Any, *, has_aux: bool, keep_grads: bool, sharing: Sequence[Together] = ()) -> Results:
         """Tensors for the caller, who owns them. `.grad` is set, to a copy of the plan's or to None."""
         executor, norm = self.executor, self._grad_norm
-        results = given_results(executor, self.leaves, aux_form, has_aux=has_aux)
+        results = given_results(executor, self.leaves, aux_form, has_aux=has_aux, sharing=sharing)
         if not self._replaced and executor.program.grad_norm is not None:
             norm = executor.give(executor.program.grad_norm, self.leaves)
         for i, p in enumerate(self.parameters):

@@ -168,7 +168,9 @@ class Replayer:
                 clip_norm=maker.options.clip_norm,
             )
             updated = replayed.run(inspect=inspect, log=rehearse)
-            results = replayed.take(plan.aux_form, has_aux=plan.has_aux, keep_grads=maker.options.keep_grads)
+            results = replayed.take(
+                plan.aux_form, has_aux=plan.has_aux, keep_grads=maker.options.keep_grads, sharing=plan.sharing
+            )
         else:
             results, updated = replay_microbatch(plan, leaves, micro, inspect=inspect, log=rehearse), True
         if rehearse and updated:
