@@ -618,8 +618,9 @@ class Assumptions:
         lists = ((False, self._given), (False, self._items), (False, self._indexed), (True, self._attributes))
         for is_attribute, places in lists:
             for container, key, value, path in places:
-                if not isinstance(value, NUMBERS) or type(value) not in NUMBERS:
+                if type(value) not in NUMBERS:
                     continue
+                assert isinstance(value, float)
                 place = NumberPlace(container, key, is_attribute, value, path)
                 if type(now := place.read()) is type(value) and not _equal(now, value):
                     found.append(place)

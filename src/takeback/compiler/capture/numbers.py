@@ -10,10 +10,11 @@ stays an assumption.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,9 @@ _OPERAND_OF = frozenset(
     )
 )
 #: Code that mentions these may look at a number where it cannot tell.
+_BY_TEXT = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  #: code that mentions these may read any attribute
+_MOST_SEARCHED = 2000
+_HOLD_NONE = (torch.Tensor, torch.nn.Module, type, ModuleType, CodeType, BuiltinFunctionType, str, int, float, bytes)
 _OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
 _LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
 
@@ -152,12 +156,53 @@ def _refuse(number: TracedNumber) -> None:
     raise CaptureError("a number of numpy's is returned")
 
 
-def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace], given: object = None) -> bool:
-    """Whether code ran that could have looked at one of these unseen: that mentions its name, or any code if it was
-    `given`, since an argument goes by many names."""
-    names = {place.key for place in places}
-    handed = any(place.container is given for place in places)
-    return any((handed or names & mentioned(code)) and _looks(code, table) for code, table in seen.users_code())
+def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
+    """Whether code ran that can look at a number unseen, and mentions one of these. Of those that are handed to such
+    code it is told by `handed`."""
+    names = {place.key for place in places if isinstance(place.key, str)}
+    unnamed = any(not isinstance(place.key, str) for place in places)
+    return any(
+        (unnamed or not (names | _BY_TEXT).isdisjoint(mentioned(code))) and _looks(code, table)
+        for code, table in seen.users_code()
+        if places
+    )
+
+
+def handed(trace: Trace) -> Callable[[FrameType, str, object], None]:
+    """A function for an onlooker, which notes where a traced number comes, as an argument or a result, to code that can
+    look at it unseen."""
+    tables = {id(place.container) for place in trace.places}
+    looks: dict[int, bool] = {}
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        to = frame if event == "call" else frame.f_back if event == "return" else None
+        if to is None or trace.asked or origin_of_file(to.f_code.co_filename) != "user":
+            return
+        if id(to.f_code) not in looks:
+            looks[id(to.f_code)] = _looks(to.f_code, to.f_globals)
+        if looks[id(to.f_code)]:
+            trace.asked = _holds(frame.f_locals if event == "call" else arg, tables)
+
+    return note
+
+
+def _holds(value: object, tables: Collection[int]) -> bool:
+    """Whether a traced number is somewhere in this: what holds too much to be searched counts as if it were. An object
+    whose `__dict__` is one of the tables has it under a name, and code that asks for it mentions that."""
+    pending, met = [value], dict[int, object]()
+    while pending:
+        each = pending.pop()
+        if type(each) is TracedNumber or len(met) > _MOST_SEARCHED:
+            return True
+        if id(each) in met or issubclass(type(each), _HOLD_NONE):
+            continue
+        met[id(each)] = each
+        if type(each) is FunctionType:
+            pending += gc.get_referents(each.__closure__)
+        else:
+            has_names = type(each).__module__ not in ("builtins", "collections")
+            pending += (r for r in gc.get_referents(each) if not (has_names and id(r) in tables))
+    return False
 
 
 def _looks(code: CodeType, table: Mapping[str, Any]) -> bool:

@@ -40,7 +40,15 @@ from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
-from takeback.compiler.capture.numbers import Trace, TracedNumber, check_out, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.numbers import (
+    Trace,
+    TracedNumber,
+    check_out,
+    handed,
+    may_be_looked_at,
+    put_back_,
+    traced,
+)
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
 from takeback.compiler.capture.randomness import DrawsFromNumpy, NumpyGenerator, default_generators
@@ -452,6 +460,7 @@ def _attempt(
         watch = functools.partial(watched_call, args, kwargs, subject.arguments, subject.given, subject.loss_fn)
         call = watch() if varying else WatchedCall(args, kwargs)
         onlooker = Onlooker((*before.objects, *call.objects.values()))
+        onlooker.also = handed(trace) if varying.numbers else None
         on_abort(onlooker.stop_)
         stack.enter_context(uncompiled())
         stack.enter_context(unnoticed())
@@ -500,7 +509,7 @@ def _attempt(
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
-    shown = trace.asked or may_be_looked_at(onlooker.seen, varying.numbers, subject.given)
+    shown = trace.asked or may_be_looked_at(onlooker.seen, varying.numbers)
     read = not all(call.is_unread(path, onlooker.seen) for path in varying.given)
     return got if shown or read else replace(got, trace=trace)
 
