@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from takeback.compiler.capture.handed import Handed
 from takeback.compiler.capture.ran import EVERYTHING, Seen, can_be_spied, mentioned
 from takeback.errors import CaptureError
 
@@ -247,7 +248,7 @@ class WatchedCall:
                 return False
             if any(path == f"{where}.{name}" for name in names):
                 return False
-        return not any("__dict__" in mentioned(code) for code, _ in seen.users_code())  # which may become one's own
+        return True
 
 
 def _references(values: Sequence[object]) -> tuple[int, ...]:
@@ -268,6 +269,12 @@ def watched_call(
     call.stand_ins += call.objects.values()
     call.held = _references(call.stand_ins)
     return call
+
+
+def handed_dicts() -> Handed:
+    """Notes where a watched dict comes to code that may make it the `__dict__` of an object, whose attributes are read
+    past it."""
+    return Handed(WatchedDict, lambda code, table: "__dict__" in mentioned(code))
 
 
 def named(index: int, names: tuple[str, ...]) -> str:

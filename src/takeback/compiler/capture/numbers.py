@@ -10,11 +10,10 @@ stays an assumption.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ import torch
 
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.batch import map_leaves
+from takeback.compiler.capture.handed import Handed
 from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
 from takeback.compiler.program import Argument, BufferId, Cluster, Number, Op, Phase, Program, Region, Special
 from takeback.errors import CaptureError
@@ -38,8 +38,6 @@ _OPERAND_OF = frozenset(
 )
 #: Code that mentions these may look at a number where it cannot tell.
 _BY_TEXT = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  #: code that mentions these may read any attribute
-_MOST_SEARCHED = 2000
-_HOLD_NONE = (torch.Tensor, torch.nn.Module, type, ModuleType, CodeType, BuiltinFunctionType, str, int, float, bytes)
 _OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
 _LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
 
@@ -168,41 +166,10 @@ def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
     )
 
 
-def handed(trace: Trace) -> Callable[[FrameType, str, object], None]:
-    """A function for an onlooker, which notes where a traced number comes, as an argument or a result, to code that can
-    look at it unseen."""
-    tables = {id(place.container) for place in trace.places}
-    looks: dict[int, bool] = {}
-
-    def note(frame: FrameType, event: str, arg: object) -> None:
-        to = frame if event == "call" else frame.f_back if event == "return" else None
-        if to is None or trace.asked or origin_of_file(to.f_code.co_filename) != "user":
-            return
-        if id(to.f_code) not in looks:
-            looks[id(to.f_code)] = _looks(to.f_code, to.f_globals)
-        if looks[id(to.f_code)]:
-            trace.asked = _holds(frame.f_locals if event == "call" else arg, tables)
-
-    return note
-
-
-def _holds(value: object, tables: Collection[int]) -> bool:
-    """Whether a traced number is somewhere in this: what holds too much to be searched counts as if it were. An object
-    whose `__dict__` is one of the tables has it under a name, and code that asks for it mentions that."""
-    pending, met = [value], dict[int, object]()
-    while pending:
-        each = pending.pop()
-        if type(each) is TracedNumber or len(met) > _MOST_SEARCHED:
-            return True
-        if id(each) in met or issubclass(type(each), _HOLD_NONE):
-            continue
-        met[id(each)] = each
-        if type(each) is FunctionType:
-            pending += gc.get_referents(each.__closure__)
-        else:
-            has_names = type(each).__module__ not in ("builtins", "collections")
-            pending += (r for r in gc.get_referents(each) if not (has_names and id(r) in tables))
-    return False
+def handed(trace: Trace) -> Handed:
+    """Notes where a traced number comes to code that can look at it unseen. An object in whose `__dict__` one was put
+    has it under a name, and code that asks for it mentions that."""
+    return Handed(TracedNumber, _looks, {id(place.container) for place in trace.places})
 
 
 def _looks(code: CodeType, table: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from takeback.compiler.capture.derived import (
 from takeback.compiler.capture.drawers import Drawer, Learner
 from takeback.compiler.capture.drawn import Calls
 from takeback.compiler.capture.eager_products import EagerProducts
-from takeback.compiler.capture.given import WatchedCall, watched_call
+from takeback.compiler.capture.given import WatchedCall, handed_dicts, watched_call
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -460,7 +460,8 @@ def _attempt(
         watch = functools.partial(watched_call, args, kwargs, subject.arguments, subject.given, subject.loss_fn)
         call = watch() if varying else WatchedCall(args, kwargs)
         onlooker = Onlooker((*before.objects, *call.objects.values()))
-        onlooker.also = handed(trace) if varying.numbers else None
+        numbers, dicts = handed(trace), handed_dicts()
+        onlooker.also = (numbers.note, dicts.note) if varying else ()
         on_abort(onlooker.stop_)
         stack.enter_context(uncompiled())
         stack.enter_context(unnoticed())
@@ -509,8 +510,8 @@ def _attempt(
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
-    shown = trace.asked or may_be_looked_at(onlooker.seen, varying.numbers)
-    read = not all(call.is_unread(path, onlooker.seen) for path in varying.given)
+    shown = trace.asked or numbers.met or may_be_looked_at(onlooker.seen, varying.numbers)
+    read = dicts.met or not all(call.is_unread(path, onlooker.seen) for path in varying.given)
     return got if shown or read else replace(got, trace=trace)
 
 
