@@ -1721,11 +1721,14 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_given.py::test_an_entry_that_decides_later_is_never_missed[__dict__]",),
     ),
     PlantedFault(
-        "given: a watched dict comes out of the step",
-        "compiler/capture/record_step.py",
-        "                call.check_out()\n",
-        "",
-        ("tests/step/test_given.py::test_a_batch_that_is_kept_is_the_users_own",),
+        "given: entries that are read of a dict all at once are not noted",
+        "compiler/capture/given.py",
+        "        self.note_all()\n        return plain(self, *args)",
+        "        return plain(self, *args)",
+        (
+            "tests/step/test_given.py::test_an_entry_that_decides_later_is_never_missed[items]",
+            "tests/step/test_given.py::test_an_entry_that_the_step_returns_is_that_of_each_step[dict]",
+        ),
     ),
     PlantedFault(
         "given: a parameter that an inner function reads counts as unread",

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import logging
 import math
 import math as m
 import operator
@@ -251,32 +252,34 @@ def test_an_entry_that_matters_for_long_batches_alone_is_never_missed() -> None:
     assert_right(loss_fn, lambda i: {"x": x(i)[:1].repeat(lengths[i], 1), "id": i})
 
 
-def test_an_entry_that_the_step_returns_is_that_of_each_step() -> None:
+@pytest.mark.parametrize("kind", [dict, collections.UserDict, Item], ids=["dict", "user dict", "dataclass"])
+def test_an_entry_that_the_step_returns_is_that_of_each_step(kind: Any) -> None:
     model = mlp()
 
     def loss_fn(m: nn.Module, b: Any) -> tuple[Tensor, Any]:
-        return base(m, b["x"]), b
+        return base(m, b.x if kind is Item else b["x"]), b
 
     step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), memory="keep")
     for i in range(8):
-        aux = step({"x": x(i), "id": i})[1]
-        assert (type(aux), aux["id"]) == (dict, i)
+        aux = step(Item(x(i), i) if kind is Item else kind({"x": x(i), "id": i}))[1]
+        assert (type(aux), aux.id if kind is Item else aux["id"]) == (kind, i)
 
 
-KEPT: Any = None
+def test_a_batch_that_is_kept_is_a_dict_like_any_other() -> None:
+    """In an object that takeback does not look into."""
+    log = logging.getLogger(__name__)
 
-
-def test_a_batch_that_is_kept_is_the_users_own() -> None:
     def loss_fn(m: nn.Module, b: Any) -> Tensor:
-        global KEPT
-        KEPT = b
+        log.batches = [*getattr(log, "batches", ()), b]  # type: ignore[attr-defined]
         return base(m, b["x"])
 
     model = mlp()
     step = tb.compile_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), memory="keep")
-    for i in range(4):
+    for i in range(3):
         step({"x": x(i), "id": i})
-        assert type(KEPT) is dict
+    for kept in log.batches:  # type: ignore[attr-defined]
+        kept["id"] = 7
+        assert kept.pop("id") == 7
 
 
 # -- floats ------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from takeback.compiler.capture.given import (
     WatchedDict,
     can_be_watched,
     children_of,
-    entries_of,
     given_value,
     is_plain,
     named,
@@ -166,7 +165,7 @@ def _walk(
     if kind in _PLAIN:
         return (kind, node)
     if isinstance(node, Mapping):
-        return (kind, tuple((k, _walk(v, tensors, of_tensor)) for k, v in entries_of(node)))
+        return (kind, tuple((k, _walk(v, tensors, of_tensor)) for k, v in node.items()))
     if isinstance(node, tuple | list):
         return (kind, tuple(_walk(v, tensors, of_tensor) for v in node))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
@@ -193,7 +192,7 @@ def batch_in_words(batch: object, most: int = 6) -> str:
         if isinstance(node, torch.Tensor):
             found.append(label + ("x".join(map(str, node.shape)) or "scalar"))
         elif isinstance(node, Mapping):
-            for key, value in entries_of(node):
+            for key, value in node.items():
                 visit(value, str(key)[:24])
         elif isinstance(node, tuple | list):
             for value in node:
@@ -215,9 +214,8 @@ def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return change(node)
     of = type(node)
     if isinstance(node, Mapping):
-        rebuilt = {k: map_leaves(v, kind, change) for k, v in entries_of(node)}
+        rebuilt = {k: map_leaves(v, kind, change) for k, v in node.items()}
         if isinstance(node, WatchedDict):
-            node.note_all()
             return rebuilt
         if isinstance(node, collections.defaultdict):
             return of(node.default_factory, rebuilt)

@@ -75,15 +75,6 @@ def is_plain(node: Any) -> bool:
     return kind in _PLAIN or issubclass(kind, np.generic) or (kind in (tuple, list) and all(map(is_plain, node)))
 
 
-def entries_of(node: Mapping[Any, Any]) -> Collection[tuple[Any, Any]]:
-    """The items of a mapping; of one that notes what is read, past its notes."""
-    if isinstance(node, WatchedDict):
-        return dict.items(node)
-    if isinstance(node, collections.UserDict) and isinstance(node.data, WatchedDict):
-        return dict.items(node.data)
-    return node.items()
-
-
 def children_of(node: Any, path: str) -> list[tuple[Any, Any, str]] | None:
     """Key, value and path of each member of a container that can be put together again with others in their place;
     None of anything else."""
@@ -160,6 +151,7 @@ class WatchedDict(dict[Any, Any]):
     def __init__(self, entries: Mapping[Any, Any], paths: Mapping[Any, str], read: set[str]) -> None:
         super().__init__(entries)
         self._paths, self._read = paths, read
+        self.over = False  #: the step is made, and whoever has kept it may do as he likes
 
     def _note(self, key: Any) -> None:
         if key in self._paths:  # whatever it is that equals the key
@@ -191,7 +183,11 @@ def _of_all(name: str) -> Callable[..., Any]:
 
 
 def _refused(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
     def method(self: WatchedDict, *args: Any, **kwargs: Any) -> Any:
+        if self.over:
+            return plain(self, *args, **kwargs)
         raise Mutated(f"the step writes into a dict of the batch ({name})")
 
     return method
@@ -222,7 +218,7 @@ class WatchedCall:
     kwargs: dict[str, Any]
     read: set[str] = field(default_factory=set)  #: paths of what was read from dicts
     objects: dict[str, object] = field(default_factory=dict)  #: dataclasses, by path
-    stand_ins: list[object] = field(default_factory=list)
+    stand_ins: list[Any] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)  #: paths of what can be seen to be read
     unmentioned: Collection[str] = ()
     held: Sequence[int] = ()  #: how many refer to each stand-in
@@ -232,7 +228,10 @@ class WatchedCall:
         return self.args, self.kwargs
 
     def check_out(self) -> None:
-        """Raises where a dict that stands for the user's outlives the step: in aux, or in an object of his."""
+        """The step is made. Raises where what stands for the user's outlives it: in aux, or in an object of his."""
+        for i in range(len(self.stand_ins)):
+            if type(self.stand_ins[i]) is WatchedDict:
+                self.stand_ins[i].over = True
         if self.held and any(now > then for now, then in zip(_references(self.stand_ins), self.held, strict=True)):
             raise Mutated("the step keeps a dict of the batch, or returns it")
 
