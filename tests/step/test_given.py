@@ -305,6 +305,21 @@ def test_a_float_of_the_batch_is_read_anew_in_each_step(case: str, memory: str) 
     assert (len(step._plans), recordings(step), step.counts.plain) == (1, 2, 0)
 
 
+def test_a_step_that_takes_entries_out_of_its_batch_has_its_numbers_followed() -> None:
+    """A number of the model, and a float beside the dict: neither has the dict watched, whose entries go."""
+
+    def loss_fn(m: nn.Module, b: dict[str, Any], lam: float) -> Tensor:
+        y = b.pop("y", 0.0)
+        return (m(b["x"]) - y).square().mean() * m.beta * lam
+
+    step = assert_right(
+        loss_fn,
+        lambda i: ({"x": x(i)}, 0.1 * i),
+        poke=lambda model, i: setattr(model, "beta", 0.5 * i),
+    )
+    assert (len(step._plans), recordings(step)) == (1, 2)
+
+
 def helper(number: float) -> int:
     return math.floor(number)
 

@@ -221,6 +221,7 @@ class WatchedCall:
     stand_ins: list[Any] = field(default_factory=list)
     watched: set[str] = field(default_factory=set)  #: paths of what can be seen to be read
     unmentioned: Collection[str] = ()
+    notes: bool = False  #: its dicts note what is read
     held: Sequence[int] = ()  #: how many refer to each stand-in
 
     @property
@@ -260,9 +261,11 @@ def watched_call(
     names: tuple[str, ...],
     given: Mapping[str, object],
     loss_fn: Callable[..., Any],
+    *,
+    notes: bool,
 ) -> WatchedCall:
-    """The call with what stands in `given` in the place of its floats, and dicts that note what is read."""
-    call = WatchedCall((), {}, unmentioned=never_loaded(loss_fn))
+    """The call with what stands in `given` in the place of its floats. `notes`: with dicts that note what is read."""
+    call = WatchedCall((), {}, unmentioned=never_loaded(loss_fn), notes=notes)
     call.args = tuple(_watched(v, named(i, names), given, call) for i, v in enumerate(args))
     call.kwargs = {k: _watched(v, k, given, call) for k, v in kwargs.items()}
     call.stand_ins += call.objects.values()
@@ -292,6 +295,8 @@ def _watched(node: Any, path: str, given: Mapping[str, object], call: WatchedCal
     if can_be_watched(node):
         call.watched.update(p for _, _, p in children)
     members = {key: _watched(value, p, given, call) for key, value, p in children}
+    if isinstance(node, dict) and not call.notes:
+        return members
     if isinstance(node, dict | collections.UserDict):
         stand_in = WatchedDict(members, {key: p for key, _, p in children}, call.read)
         call.stand_ins.append(stand_in)

@@ -37,7 +37,6 @@ _OPERAND_OF = frozenset(
     )
 )
 #: Code that mentions these may look at a number where it cannot tell.
-_BY_TEXT = frozenset(("getattr", "vars", "__dict__", "attrgetter"))  #: code that mentions these may read any attribute
 _OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
 _LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
 
@@ -160,7 +159,7 @@ def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
     names = {place.key for place in places if isinstance(place.key, str)}
     unnamed = any(not isinstance(place.key, str) for place in places)
     return any(
-        (unnamed or not (names | _BY_TEXT).isdisjoint(mentioned(code))) and _looks(code, table)
+        (unnamed or not names.isdisjoint(mentioned(code))) and _looks(code, table)
         for code, table in seen.users_code()
         if places
     )
