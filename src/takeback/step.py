@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture import subject as subjects
-from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_apart, tensors_of
+from takeback.compiler.capture.batch import batch_in_words, objects_of, outline_of, take_call_apart, tensors_of
 from takeback.compiler.capture.batch_grads import as_before
 from takeback.compiler.capture.buffers import TouchesBoth
 from takeback.compiler.capture.derived import Derived, settle_
+from takeback.compiler.capture.given import take_
 from takeback.compiler.capture.modes import ambient
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture
@@ -85,7 +86,7 @@ class CompiledStep:
         # Who asks for less memory than "auto" gives wants it from the first batch of each shape on.
         self._earnings = Earnings(explicit=options.max_plans is not None or options.memory not in ("auto", "keep"))
         self._turn = Turn()
-        self._news = subjects.NewPlans()
+        self._news = subjects.NewPlans(earned=_earns(options))
         self._ran_first = False  #: plainly, because the step draws otherwise the first time
         self._derived: tuple[Derived, ...] = ()
         self._unplanned = Unplanned()
@@ -193,7 +194,8 @@ class CompiledStep:
         if micro is None:
             self._optimizers.check_in_force()
         settle_(self._derived)  # an evaluation since the last step has put other tensors there
-        leaves, batch_key = take_apart(batch)
+        leaves, batch_key, given = take_call_apart(batch, self._maker.arguments)
+        take_(self._maker.given, given)
         self._rebound.not_in_batch_(leaves)
         scaled = self._scaling.prepare_() if self._scaling is not None else None
         key = (batch_key, ambient(), scaled, micro.key(leaves) if micro is not None else None)
@@ -223,10 +225,12 @@ class CompiledStep:
                 self._unplanned.planned_(new=False)
                 self._news.steady()
                 self._rebound.steady()
+                if plan.for_change:
+                    self._earnings.used_(plan.replays)
                 return results.returned
         if outdated is not None:
             self._rebound.outdated_(outdated, leaves)
-        outline = (outline_of(batch), *key[1:])
+        outline = (outline_of(batch, self._maker.arguments), *key[1:])
         if too_large is not None:  # or eager was recorded, but has no room beside it
             self._plans.drop_(too_large)
             most, refused = None, "there is none to compare a plan with it"
@@ -234,7 +238,7 @@ class CompiledStep:
                 most = int(LOWER * needed_bytes(self._maker, too_large.planned))
                 refused = "a plan that was to take less was refused memory"
             return self._foresee(key, outline, batch, leaves, refused, most).returned
-        reason = self._waits(key, outline, leaves) if missed is None and changed is None else None
+        reason = self._waits(key, outline, leaves, changed) if missed is None else None
         waits = reason is not None and micro is None
         if reason is None and self.options.unplanned == "raise":
             return self._record(key, outline, batch, leaves, missed, changed, micro)
@@ -269,7 +273,7 @@ class CompiledStep:
         everything is as before."""
         begun: list[bool] = []
         self._rebound.end_()
-        like = self._plans.of_outline(outline)[0].original
+        like = next((p.original for p in (*self._plans.of_outline(outline), *self._plans)), None)
         try:
             with as_before(tensors_of(batch)):
                 return plain_step(
@@ -284,12 +288,16 @@ class CompiledStep:
                 raise
             return what_it_said(error)
 
-    def _waits(self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor]) -> str | None:
-        """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one."""
-        options = self.options
-        if options.group is not None or options.poison or options.verify_every:
-            return None  # ranks decide alike; and who debugs wants to see plans
+    def _waits(
+        self, key: tuple[Hashable, ...], outline: Hashable, leaves: Sequence[torch.Tensor], changed: str | None
+    ) -> str | None:
+        """Why a batch, for which there is no plan, runs plainly in eager; None if it gets one. `changed`: what is not
+        as the plans for this key assume."""
+        if not _earns(self.options):
+            return None
         siblings = self._plans.of_outline(outline)
+        if changed is not None or not siblings:
+            return self._earnings.waits_for_change()
         largest = sum(leaf.numel() for leaf in leaves) > max((p.batch_elements for p in siblings), default=0)
         reason = self._earnings.waits(len(siblings), has_room=self._plans.has_room(), largest=largest)
         if reason is NO_ROOM:
@@ -365,26 +373,32 @@ class CompiledStep:
         subject = replace(self._maker.subject(leaves, updates=micro is None), replaced=self._rebound.storages)
         self._derived = subject.derived
         self._maker.check_early()
-        older, numbers = self._plans.but_for_numbers(key, leaves)
+        older, varying = self._plans.but_for_values(key, leaves)
         kin = self._plans.kin(outline, leaves) if older is None else ()
         if not kin or missed is not None or changed is not None:  # plans for other shapes alone are earned
             self._news.note(key, changed)
+        for_change = (
+            missed is None and (changed is not None or not self._plans.of_outline(outline)) and self._plans.made
+        )
 
         begun: list[bool] = []  #: the update: the step is not to be made a second time
 
         def add_(got: Capture, sibling: Plan | None) -> None:
             self._derived = got.aside.derived
-            anew = reading_anew(got, older, numbers) if older is not None else None
+            anew = reading_anew(got, older, varying) if older is not None else None
             if older is not None and anew is not None:
                 self._plans.drop_(older)
             plan = self._maker.plan(key, outline, subject, anew or got, leaves, sibling, micro)
             plan.made_for, plan.for_objects = made_for, for_objects
+            if for_change and anew is None:
+                plan.for_change = True
+                self._earnings.changed_()
             self._plans.add_(plan, self._rebound.tensors)
 
         made_for, for_objects = batch_in_words(batch), bool(objects_of(batch))
         work = self._maker.start(f"new plan for {made_for}")
         with work.inside, work:
-            recorded = self._maker.recorded(subject, self._proof.measure, numbers, kin)
+            recorded = self._maker.recorded(subject, self._proof.measure, varying, kin)
             refused: str | None = None
             first = again = False
             try:
@@ -435,6 +449,11 @@ class CompiledStep:
         self.grad_norm = results.grad_norm
         self._unplanned.planned_(new=True)
         return results
+
+
+def _earns(options: Options) -> bool:
+    """Whether plans are earned. Ranks decide alike; and who debugs wants to see plans."""
+    return options.group is None and not options.poison and not options.verify_every
 
 
 def _schedule(verify_every: int | None) -> Schedule:

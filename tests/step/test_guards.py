@@ -1626,9 +1626,9 @@ def test_warning_names_the_varying_dimension_once() -> None:
 def test_warning_names_a_varying_number() -> None:
     model = mlp()
     step = tb.compile_step(model, weighted, sgd(model))
-    with pytest.warns(RuntimeWarning, match="an argument varies") as caught:  # noqa: PT031
+    with pytest.warns(RuntimeWarning, match="the argument weight: 3 is now 4") as caught:  # noqa: PT031
         for i in range(6):
-            step(*xy(i), 1.0 + i)
+            step(*xy(i), 1 + i)
     assert len(caught) == 1
 
 

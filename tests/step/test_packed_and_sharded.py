@@ -273,7 +273,7 @@ def test_a_longest_text_of_another_length_in_each_step_is_told_of() -> None:
         )
         for i in range(3):
             step(*texts_in_a_row.row(i, NEVER_ALIKE))
-        with pytest.warns(RuntimeWarning, match=r"4 plans in a row: an argument varies \(13, then 12\)"):
+        with pytest.warns(RuntimeWarning, match=r"4 plans in a row: the argument number 4: 13 is now 12\."):
             step(*texts_in_a_row.row(3, NEVER_ALIKE))
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from takeback.compiler.capture.given import NUMBERS, GivenValue
 from takeback.compiler.capture.hooks import MODULE_HOOKS
 from takeback.compiler.capture.ran import (
     EVERYTHING,
@@ -128,10 +129,26 @@ class TensorPlace(_ValuePlace):
     then: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Varying:
+    """What has changed since a plan was made, where that is all that has changed."""
+
+    numbers: tuple[NumberPlace, ...] = ()
+    given: tuple[str, ...] = ()  #: paths of values of the batch
+
+    def __bool__(self) -> bool:
+        return bool(self.numbers or self.given)
+
+
+def _is_other_value(now: object, then: object) -> bool:
+    return type(now) is type(then) is GivenValue and now != then
+
+
 class Assumptions:
     """Every Python value that a step reads, or can read, as it was when this was made."""
 
-    def __init__(self, seen: Seen | None = None, **roots: object) -> None:
+    def __init__(self, seen: Seen | None = None, given: dict[str, object] | None = None, **roots: object) -> None:
+        """`given`: what this call has besides tensors, by path; the next call's is put into the same dict."""
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
         self.objects: list[object] = []  #: whose attributes are read
@@ -149,6 +166,10 @@ class Assumptions:
         self._arrays: list[tuple[Any, bytes, str]] = []
         self._drawers: list[tuple[Any, object, str]] = []  # what gives another value each time it is asked
         self._numbers: tuple[NumberPlace, ...] = ()  # read anew in each step
+        self._given: list[tuple[dict[str, object], str, object, str]] = []  # of the batch: as the items
+        if given is not None:
+            self._given += [(given, path, value, f"the argument {path}") for path, value in given.items()]
+        self._unread: tuple[str, ...] = ()  # paths of what is given and decides nothing
         self._fast: _Identities | None = None  # made when first asked for
         self._ordered: tuple[list[Any], list[tuple[str, ...]]] | None = None
         self._extra: set[str] = set()  # names that attrgetters ask for
@@ -481,6 +502,7 @@ class Assumptions:
     def places(self) -> set[Place]:
         """Where this looks."""
         found: set[Place] = {(id(container), key) for container, key, _, _ in (*self._items, *self._indexed)}
+        found |= {(id(container), path) for container, path, _, _ in self._given}
         found |= {(id(container), name) for container, name, _, _ in self._attributes} | self._of_classes
         for table in (self._lengths, self._orders, self._sets, self._arrays, self._drawers):
             found |= {(id(container), None) for container, _, _ in table}
@@ -489,6 +511,10 @@ class Assumptions:
     def change(self, within: set[Place] | None = None, but: Collection[Place] = ()) -> str | None:
         """None while everything is as it was; else what changed, from what to what. `within`: only these places; `but`:
         not these numbers."""
+        for container, key, value, path in self._given:  # first, as this tells plans apart
+            now = dict.get(container, key, _MISSING)
+            if now is not value and not _equal(now, value) and _counts((id(container), key), within, but):
+                return _said(path, value, now)
         if within is None and not but and self._is_the_very_same():
             return None
         if any(self._containers):
@@ -504,7 +530,7 @@ class Assumptions:
             if tuple(dict.keys(mapping)) != order and (within is None or (id(mapping), None) in within):
                 return f"the entries of {path} are in another order"
         for place in self._numbers:
-            if type(now := place.read()) is not float:
+            if type(now := place.read()) is not type(place.then):
                 return _said(place.path, place.then, now)
         for value, kind, table, path in self._types:
             if type(value) is not kind:
@@ -586,32 +612,47 @@ class Assumptions:
         return (
             all(dict.get(c, k, _MISSING) is v if _is(c, dict) else c[k] is v for c, k, v, _ in others)
             and all(tuple(dict.keys(mapping)) == order for mapping, order, _ in self._orders)
-            and all(type(place.read()) is float for place in self._numbers)
+            and all(type(place.read()) is type(place.then) for place in self._numbers)
             and all(function() is value for function, value, _ in self._calls)
             and all(_content(held) == content for held, content, _ in self._arrays)
             and all(then == members for members, then, _ in self._sets)
         )
 
-    def numbers_changed(self) -> tuple[NumberPlace, ...]:
-        """The places of numbers that are others now, if they can be written and nothing else has changed."""
+    @property
+    def leaves_out(self) -> bool:
+        """Whether something that the step is given or can reach is not compared, since it decides nothing."""
+        return bool(self._numbers or self._unread)
+
+    def varying(self) -> Varying:
+        """The places of numbers that are others now, and the values of the batch, if the numbers can be written and
+        nothing else has changed. With them those that have changed before."""
         found = []
-        for is_attribute, places in ((False, self._items), (False, self._indexed), (True, self._attributes)):
+        lists = ((False, self._given), (False, self._items), (False, self._indexed), (True, self._attributes))
+        for is_attribute, places in lists:
             for container, key, value, path in places:
-                place = NumberPlace(container, key, is_attribute, value, path) if type(value) is float else None
-                if place is not None and type(now := place.read()) is float and not _equal(now, value):
+                if type(value) not in NUMBERS:
+                    continue
+                assert isinstance(value, float)
+                place = NumberPlace(container, key, is_attribute, value, path)
+                if type(now := place.read()) is type(value) and not _equal(now, value):
                     found.append(place)
         unique = {place.place: place for place in found}
+        given = {(id(c), k): k for c, k, then, _ in self._given if _is_other_value(c.get(k), then)}
         if any(_is(p.container, tuple | types.MappingProxyType) for p in unique.values()):
-            return ()
-        if not unique or self.change(but=set(unique)) is not None:
-            return ()
-        return (*self._numbers, *unique.values())
+            return Varying()
+        if not (unique or given) or self.change(but={*unique, *given}) is not None:
+            return Varying()
+        return Varying((*self._numbers, *unique.values()), (*self._unread, *given.values()))
 
-    def leave_out_(self, places: Sequence[NumberPlace], values: Sequence[float]) -> None:
-        """These, which had such values, are read anew in each step: they must be numbers, whichever."""
+    def leave_out_(self, varying: Varying, values: Sequence[float]) -> None:
+        """These numbers, which had such values, are read anew in each step: they must be numbers, whichever. The values
+        of the batch may be any."""
+        places = varying.numbers
         self._numbers = tuple(replace(place, then=value) for place, value in zip(places, values, strict=True))
+        self._unread = varying.given
         self._fast = None
         out = {place.place for place in places}
+        self._given = [p for p in self._given if (id(p[0]), p[1]) not in out and p[1] not in varying.given]
         self._items = [p for p in self._items if (id(p[0]), p[1]) not in out]
         self._indexed = [p for p in self._indexed if (id(p[0]), p[1]) not in out]
         self._attributes = [p for p in self._attributes if (id(p[0]), p[1]) not in out]
@@ -836,9 +877,9 @@ def _put_back_(value: Any, content: bytes) -> None:
 def _equal(now: Any, then: Any) -> bool:
     if type(now) is not type(then):
         return False
-    if type(now) is float:
+    if type(now) in NUMBERS:
         return bool(now.hex() == then.hex())
-    if type(now) in _VALUES or _is(now, np.generic | enum.Enum):
+    if type(now) in _VALUES or _is(now, np.generic | enum.Enum | GivenValue):
         return bool(now == then)
     # A bound method is made anew each time it is asked for.
     return _is(now, types.MethodType | types.BuiltinMethodType) and now == then
@@ -853,7 +894,7 @@ def _said(path: str, then: object, now: object) -> str:
 
 
 def _show(value: Any) -> str:
-    if type(value) in _VALUES or _is(value, np.generic | enum.Enum):
+    if type(value) in _VALUES or _is(value, np.generic | enum.Enum | GivenValue):
         return repr(value)
     if _is(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

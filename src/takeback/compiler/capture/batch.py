@@ -14,8 +14,19 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree  # no public equivalent; checked on 2.11 and 2.13
 
+from takeback.compiler.capture.given import (
+    NUMBERS,
+    WatchedDict,
+    can_be_watched,
+    children_of,
+    given_value,
+    is_plain,
+    named,
+    too_many,
+)
 from takeback.errors import CaptureError
 
+_GIVEN = "given"  #: stands in a key for a value that comes apart
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -39,10 +50,65 @@ def take_apart(batch: object) -> tuple[list[torch.Tensor], Hashable]:
     return tensors, _walk(batch, tensors)
 
 
-def outline_of(batch: object) -> Hashable:
-    """The key of a batch less the shapes and strides of its tensors: what batches of one kind have in common, whatever
+def take_call_apart(
+    batch: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...]
+) -> tuple[list[torch.Tensor], Hashable, dict[str, object]]:
+    """The same of a call's arguments, without the values that a plan need not be for alone: those come apart, by their
+    paths. `names` are those of positional arguments."""
+    tensors: list[torch.Tensor] = []
+    given: dict[str, object] = {}
+    key = _walk_call(batch, tensors, names, given)
+    if too_many(given):
+        return *take_apart(batch), {}
+    return tensors, key, given
+
+
+def outline_of(batch: tuple[tuple[Any, ...], dict[str, Any]], names: tuple[str, ...] = ()) -> Hashable:
+    """The key of a call less the shapes and strides of its tensors: what batches of one kind have in common, whatever
     their length."""
-    return _walk(batch, [], _tensor_outline)
+    given: dict[str, object] = {}
+    outline = _walk_call(batch, [], names, given, _tensor_outline)
+    return _walk(batch, [], _tensor_outline) if too_many(given) else outline
+
+
+def _walk_call(
+    batch: tuple[tuple[Any, ...], dict[str, Any]],
+    tensors: list[torch.Tensor],
+    names: tuple[str, ...],
+    given: dict[str, object],
+    of_tensor: Callable[[torch.Tensor], Hashable] | None = None,
+) -> Hashable:
+    args, kwargs = batch
+    members = [(named(i, names), value) for i, value in enumerate(args)]
+    of = of_tensor or tensor_key
+    return (
+        tuple((name, _member(value, tensors, of, given, name, watched=True)) for name, value in members),
+        tuple((name, _member(value, tensors, of, given, name, watched=True)) for name, value in kwargs.items()),
+    )
+
+
+def _member(
+    node: Any,
+    tensors: list[torch.Tensor],
+    of_tensor: Callable[[torch.Tensor], Hashable],
+    given: dict[str, object],
+    path: str,
+    *,
+    watched: bool,
+) -> Hashable:
+    """What a key has of a member of a call or a container. `watched`: of this one it can be seen whether it is read."""
+    if type(node) in NUMBERS:
+        given[path] = node
+        return _GIVEN
+    if watched and is_plain(node):
+        given[path] = given_value(node)
+        return _GIVEN
+    children = children_of(node, path) if not isinstance(node, torch.Tensor) else None
+    if children is None:
+        return _walk(node, tensors, of_tensor)
+    inside = can_be_watched(node)
+    members = ((k, _member(v, tensors, of_tensor, given, p, watched=inside)) for k, v, p in children)
+    return (type(node), tuple(members))
 
 
 def objects_of(batch: object) -> list[object]:
@@ -149,6 +215,8 @@ def map_leaves(node: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     of = type(node)
     if isinstance(node, Mapping):
         rebuilt = {k: map_leaves(v, kind, change) for k, v in node.items()}
+        if isinstance(node, WatchedDict):
+            return rebuilt
         if isinstance(node, collections.defaultdict):
             return of(node.default_factory, rebuilt)
         return rebuilt if of is dict else of(rebuilt)

@@ -13,13 +13,18 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.batch import map_leaves
+from takeback.compiler.capture.handed import Handed
 from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
 from takeback.compiler.program import Argument, BufferId, Cluster, Number, Op, Phase, Program, Region, Special
+from takeback.errors import CaptureError
 
 Formula = Callable[[Sequence[float]], float]
 
@@ -32,6 +37,7 @@ _OPERAND_OF = frozenset(
     )
 )
 #: Code that mentions these may look at a number where it cannot tell.
+_OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
 _LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
 
 
@@ -43,6 +49,11 @@ class Trace:
     values: tuple[float, ...]
     formulas: list[Formula] = field(default_factory=list)
     asked: bool = False  #: Python has looked at the value of one
+
+    @property
+    def of_numpy(self) -> bool:
+        """Whether one of them is numpy's, which divides by zero where Python raises, and is of another type."""
+        return any(type(value) is np.float64 for value in self.values)
 
 
 class TracedNumber(float):
@@ -73,6 +84,7 @@ def _arithmetic(name: str) -> Callable[[TracedNumber, Any], Any]:
         value = plain(self, other)
         if value is NotImplemented or type(value) is not float:
             return value
+        self._trace.asked |= self._trace.of_numpy and "div" in name
         mine = self._formula
         theirs: Formula = other._formula if isinstance(other, TracedNumber) else (lambda values: other)
         return TracedNumber.made(value, lambda values: plain(float(mine(values)), theirs(values)), self._trace)
@@ -131,10 +143,41 @@ def _chosen(index: int) -> Formula:
     return lambda values: values[index]
 
 
+def check_out(aux: object, trace: Trace) -> None:
+    """Raises where loss_fn returns a number that is numpy's: a traced one would come out as Python's."""
+    if trace.of_numpy:
+        map_leaves(aux, TracedNumber, _refuse)
+
+
+def _refuse(number: TracedNumber) -> None:
+    raise CaptureError("a number of numpy's is returned")
+
+
 def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
-    """Whether code ran that mentions one of these and could have looked at it unseen."""
-    names = {place.key for place in places}
-    return any(not _LOOKS.isdisjoint(told := mentioned(code)) and names & told for code, _ in seen.users_code())
+    """Whether code ran that can look at a number unseen, and mentions one of these. Of those that are handed to such
+    code it is told by `handed`."""
+    names = {place.key for place in places if isinstance(place.key, str)}
+    unnamed = any(not isinstance(place.key, str) for place in places)
+    return any(
+        (unnamed or not names.isdisjoint(mentioned(code))) and _looks(code, table)
+        for code, table in seen.users_code()
+        if places
+    )
+
+
+def handed(trace: Trace) -> Handed:
+    """Notes where a traced number comes to code that can look at it unseen. An object in whose `__dict__` one was put
+    has it under a name, and code that asks for it mentions that."""
+    return Handed(TracedNumber, _looks, {id(place.container) for place in trace.places})
+
+
+def _looks(code: CodeType, table: Mapping[str, Any]) -> bool:
+    """Whether code may call a function of C that takes the value of a float without asking for it."""
+    if not _LOOKS.isdisjoint(mentioned(code)):
+        return True
+    met = [table[name] for name in code.co_names if name in table]
+    homes = [v.__name__ if type(v) is ModuleType else v.__module__ for v in met if issubclass(type(v), _OF_A_MODULE)]
+    return any(isinstance(name, str) and name.partition(".")[0].lstrip("_") in _LOOKS for name in homes)
 
 
 def bound(now: Program, trace: Trace, before: Program, then: Sequence[float]) -> Program | None:

@@ -14,7 +14,7 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -178,6 +178,7 @@ class Onlooker:
     def __init__(self, objects: Iterable[object]) -> None:
         watched = [o for o in objects if can_be_spied(type(o))]
         self.seen = Seen(reads={id(o): set() for o in watched})
+        self.also: Sequence[Callable[[FrameType, str, object], None]] = ()  #: are told of every call and return
         self.paused = False  #: what runs just now is not the step's own code
         self._kinds = tuple(dict.fromkeys(map(type, watched)))
         self._previous: Any = None
@@ -217,6 +218,7 @@ class Onlooker:
         codes = self.seen.codes
         other = self._previous if callable(self._previous) else None  # somebody looks on already: he goes on
         collecting = {id(getattr(callback, "__code__", None)) for callback in gc.callbacks}
+        also = self.also
         elsewhere: list[FrameType] = []  # what Python calls by itself whenever it likes, and all inside of that
 
         def note(frame: FrameType, event: str, arg: object) -> None:
@@ -228,6 +230,8 @@ class Onlooker:
                     codes[id(code)] = (code, frame.f_globals)
             elif event == "return" and elsewhere and elsewhere[-1] is frame:
                 elsewhere.pop()
+            for each in also:
+                each(frame, event, arg)
             if other is not None:
                 other(frame, event, arg)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from takeback.compiler.capture.aside import Aside
-from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, Place
+from takeback.compiler.capture.assumptions import Assumptions, Place, Varying
 from takeback.compiler.capture.aux_objects import close_objects, open_objects, without_graph
 from takeback.compiler.capture.batch import cut, map_leaves, map_tensors, objects_of, results_of, tensors_of
 from takeback.compiler.capture.batch_grads import as_before, drop_
@@ -36,12 +36,21 @@ from takeback.compiler.capture.derived import (
 from takeback.compiler.capture.drawers import Drawer, Learner
 from takeback.compiler.capture.drawn import Calls
 from takeback.compiler.capture.eager_products import EagerProducts
+from takeback.compiler.capture.given import WatchedCall, handed_dicts, watched_call
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
 from takeback.compiler.capture.modes import be_off_function_stack_, modes, unnoticed
 from takeback.compiler.capture.moved_data import ParameterData
-from takeback.compiler.capture.numbers import Trace, TracedNumber, may_be_looked_at, put_back_, traced
+from takeback.compiler.capture.numbers import (
+    Trace,
+    TracedNumber,
+    check_out,
+    handed,
+    may_be_looked_at,
+    put_back_,
+    traced,
+)
 from takeback.compiler.capture.one_hot import OneHots
 from takeback.compiler.capture.own_thread import watching
 from takeback.compiler.capture.ran import Onlooker, Seen
@@ -56,6 +65,7 @@ from takeback.compiler.capture.unplannable import RunsOtherwiseFirst
 from takeback.compiler.program import Op, Phase, Program
 from takeback.errors import CaptureError
 
+_NOTHING = Varying()
 _NEAR = 1e-6  #: two runs of one step: kernels that add atomically round as it comes
 _NEAR_ON_A_GPU = 1e-3
 
@@ -127,16 +137,16 @@ def capture(
     recording: Recordings | None = None,
     real: bool = True,
     on_abort: Callable[[Callable[[], None]], None] = lambda undo: None,
-    numbers: Sequence[NumberPlace] = (),
+    varying: Varying = _NOTHING,
     kin: Kin | None = None,
     answers: Sequence[Op] = (),
     took_: Callable[[int], None] | None = None,
     once: bool = False,
 ) -> Capture:
     """Records the step. A step that fills a cache the first time it runs is recorded a second time, unless `once` is
-    true: then it is refused, and what it kept is taken out again. `on_abort` is given
-    what takes back all that the step writes, before it writes anything. `numbers` are traced, if the step lets them.
-    `kin`: of an earlier recording, whose assumptions all hold. `answers` and `took_` are for the recorder."""
+    true: then it is refused, and what it kept is taken out again. `on_abort` is given what takes back all that the step
+    writes, before it writes anything. What is `varying` is traced, if the step lets it. `kin`: of an earlier recording,
+    whose assumptions all hold. `answers` and `took_` are for the recorder."""
     how = _How(recording, real, on_abort, answers, took_)
     first = _look(subject, args, kwargs) if kin is None else kin.before
     before = {
@@ -155,11 +165,11 @@ def capture(
 
     try:
         try:
-            if numbers:
+            if varying:
                 with contextlib.suppress(
                     Exception
                 ):  # what a step does not take of a traced number, it takes of a plain one
-                    return _attempt(subject, args, kwargs, first, how, numbers)
+                    return _attempt(subject, args, kwargs, first, how, varying)
                 put_back_()
             got = _attempt_drawing(subject, args, kwargs, first, how, put_back_, kin)
             if kin is None:
@@ -203,7 +213,7 @@ def capture(
                     recording=recording,
                     real=real,
                     on_abort=on_abort,
-                    numbers=numbers,
+                    varying=varying,
                     answers=answers,
                     took_=took_,
                     once=once,
@@ -349,7 +359,8 @@ def _with_generators_left(got: Capture, kept: _KeptState) -> Capture:
 def _look(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any], seen: Seen | None = None) -> Assumptions:
     """What the step reads, if it was seen; else whatever is in its reach."""
     arguments = tuple(objects_of((args, kwargs)))
-    return Assumptions(seen, model=subject.model, loss_fn=subject.loss_fn, arguments=arguments, modes=modes())
+    roots = {"model": subject.model, "loss_fn": subject.loss_fn, "arguments": arguments, "modes": modes()}
+    return Assumptions(seen, subject.given, **roots)
 
 
 class _KeptState(Exception):
@@ -435,12 +446,11 @@ def _attempt(
     kwargs: dict[str, Any],
     before: Assumptions,
     how: _How,
-    numbers: Sequence[NumberPlace] = (),
+    varying: Varying = _NOTHING,
     kin: Kin | None = None,
     drawers: Sequence[Drawer] = (),
 ) -> Capture:
     real, on_abort, recording = how.real, how.on_abort, how.recording
-    onlooker = Onlooker(before.objects)
     buffers = Buffers(subject.modules)
     data = ParameterData({"": subject.model, **subject.beside} if real else {})
 
@@ -452,7 +462,6 @@ def _attempt(
         return Kin(before, assumptions, assumptions.places(), seen)
 
     on_abort(data.put_back_)
-    on_abort(onlooker.stop_)
     on_abort(functools.partial(put_holders_back_, subject.derived))
     for p in subject.parameters:
         p.grad = None
@@ -460,6 +469,15 @@ def _attempt(
     batch = tensors_of((args, kwargs))
     log: AllocatorLog | None = None
     with contextlib.ExitStack() as stack:
+        trace = stack.enter_context(traced(varying.numbers))
+        on_abort(functools.partial(put_back_, trace))
+        watch = functools.partial(watched_call, args, kwargs, subject.arguments, subject.given, subject.loss_fn)
+        handed_over = varying.given or any(place.container is subject.given for place in varying.numbers)
+        call = watch(notes=bool(varying.given)) if handed_over else WatchedCall(args, kwargs)
+        onlooker = Onlooker((*before.objects, *call.objects.values()))
+        numbers, dicts = handed(trace), handed_dicts()
+        onlooker.also = (numbers.note, dicts.note) if varying else ()
+        on_abort(onlooker.stop_)
         stack.enter_context(uncompiled())
         stack.enter_context(unnoticed())
         log = stack.enter_context(recording()) if recording is not None else None
@@ -489,18 +507,10 @@ def _attempt(
         hots = OneHots()
         try:
             wires = tripwires(own, follows_numpy=bool(drawers))
-            with (
-                wires,
-                torch.enable_grad(),
-                onlooker,
-                reads,
-                products,
-                hots,
-                calls.of(recorder),
-                traced(numbers) as trace,
-            ):
-                on_abort(functools.partial(put_back_, trace))
-                ran = _run(subject, recorder, args, kwargs, before.tensors)
+            with wires, torch.enable_grad(), onlooker, reads, products, hots, calls.of(recorder):
+                ran = _run(subject, recorder, call, batch, before.tensors)
+                call.check_out()
+                check_out(ran.aux, trace)
         except BaseException as error:
             be_off_function_stack_(reads, products, hots)
             recorder.rewind_()
@@ -515,8 +525,9 @@ def _attempt(
 
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, data, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
-    hidden = trace.asked or may_be_looked_at(onlooker.seen, numbers)
-    return got if hidden else replace(got, trace=trace)
+    shown = trace.asked or numbers.met or may_be_looked_at(onlooker.seen, varying.numbers)
+    read = dicts.met or not all(call.is_unread(path, onlooker.seen) for path in varying.given)
+    return got if shown or read else replace(got, trace=trace)
 
 
 class _Attributes:
@@ -556,12 +567,12 @@ class _Ran:
 def _run(
     subject: Subject,
     recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: WatchedCall,
+    batch: Sequence[torch.Tensor],
     reachable: Sequence[torch.Tensor],
 ) -> _Ran:
-    """The eager recipe: forward, backward, sum over microbatches, unscale, clip."""
-    parted, scaling = cut((args, kwargs), subject.accumulate), subject.scaling
+    """The eager recipe: forward, backward, sum over microbatches, unscale, clip. `batch`: the call's tensors."""
+    parted, scaling = cut(call.both, subject.accumulate), subject.scaling
     if scaling is not None:
         scaling.begin_()
     total: torch.Tensor | None = None
@@ -571,7 +582,7 @@ def _run(
     with recorder:
         for index in range(parted.count):
             recorder.phase = Phase.FORWARD
-            part_args, part_kwargs = parted.part((args, kwargs), index)
+            part_args, part_kwargs = parted.part(call.both, index)
             out = subject.loss_fn(subject.model, *part_args, **part_kwargs)
             loss, aux, has_aux = split_loss(out, subject.loss_fn)
             check_loss(loss, subject, first=index == 0)
@@ -589,7 +600,7 @@ def _run(
             if p.grad is not None and (p.grad.is_conj() or p.grad.is_neg()):  # a complex one may be left so by autograd
                 p.grad = p.grad.resolve_conj().resolve_neg()
         with torch.no_grad():
-            others = (*reachable, *subject.parameters, *(t for t, _ in subject.states), *tensors_of((args, kwargs)))
+            others = (*reachable, *subject.parameters, *(t for t, _ in subject.states), *batch)
             refuse_aliases(subject.derived, others)
             write_(subject.derived)
     recorder.mark_end_of_backward()

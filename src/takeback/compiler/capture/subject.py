@@ -41,6 +41,8 @@ class Subject:
     updates: bool = True  #: False: gradients are left for a later update, neither unscaled nor clipped
     drawers: Drawers = field(default_factory=Drawers)  #: functions that a replay calls anew; recordings add to them
     exact: bool = True  #: a recording is to have eager's bits, also where torch computes otherwise while it is recorded
+    given: dict[str, object] = field(default_factory=dict)  #: what the call has besides tensors, by path
+    arguments: tuple[str, ...] = ()  #: the names of those that are given by position
     replaced: frozenset[int] = frozenset()  #: storages of tensors that others stand in for
 
     @property
@@ -157,6 +159,8 @@ def build(
     updates: bool = True,
     drawers: Drawers | None = None,
     exact: bool = True,
+    given: dict[str, object] | None = None,
+    arguments: tuple[str, ...] = (),
 ) -> Subject:
     """The subject of a recording, as the user's objects are now."""
     optimizers = check(model, loss_fn, optimizer)
@@ -214,15 +218,19 @@ def build(
         updates,
         drawers if drawers is not None else Drawers(),
         exact,
+        given if given is not None else {},
+        arguments,
     )
 
 
 class NewPlans:
     """Warns when one step after the other needs a plan of its own, and says what varies."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, earned: bool = False) -> None:
+        """`earned`: plans are not made again and again, but as far as steps earn them."""
         self._keys: collections.deque[Hashable] = collections.deque(maxlen=2)  # they may hold objects of the batch
         self._in_a_row = 0
+        self._earned = earned
         self._warned = False
         self._read: Site | None = None
 
@@ -246,24 +254,32 @@ class NewPlans:
         varies = changed if same and changed else difference(self._keys[-2], self._keys[-1])
         if same and read is not None:
             varies = f"the value that is read into Python at {read.describe()} is another one each time"
+        given = same and changed is not None and changed.startswith("the argument ")
         advice = (
             "If it is only looked at, return the tensor as aux and call .item() outside of the step; else keep it in a "
             "tensor (torch.where instead of if)."
             if same and read is not None
+            else "Leave it out of the call if the step does not need it; if it does, pass it as a tensor."
+            if given
             else "If the step needs a number that changes, pass it as a tensor; if not, do not read it there."
             if same
             else "Pad to a few fixed sizes (buckets), pass numbers as tensors, or raise max_plans."
         )
+        earned = (
+            ", so further ones are made as steps earn them, and until then such steps run plainly in eager"
+            if self._earned and read is None
+            else ""
+        )
         warnings.warn(
             f"takeback made {self._in_a_row} plans in a row: {varies}. Each new plan is recorded and "
-            f"compared with eager, which takes a few steps' time. {advice}",
+            f"compared with eager, which takes a few steps' time{earned}. {advice}",
             RuntimeWarning,
             stacklevel=level_of_user(),
         )
 
 
-def difference(before: Hashable, after: Hashable) -> str:
-    """The first place where two keys differ, in words."""
+def difference(before: Hashable, after: Hashable, path: str = "") -> str:
+    """The first place where two keys differ, in words. `path`: to that place, in the call."""
     if isinstance(before, torch.Size) and isinstance(after, torch.Size):
         if len(before) == len(after):
             for dim, (a, b) in enumerate(zip(before, after, strict=True)):
@@ -271,9 +287,15 @@ def difference(before: Hashable, after: Hashable) -> str:
                     return f"dimension {dim} of a batch tensor varies ({tuple(before)}, then {tuple(after)})"
         return f"a batch tensor's shape varies ({tuple(before)}, then {tuple(after)})"
     if isinstance(before, tuple) and isinstance(after, tuple) and len(before) == len(after):
+        named = len(before) == 2 and isinstance(before[0], str | int) and before[0] == after[0]
+        if named:
+            path = f"{path}[{before[0]!r}]" if path else str(before[0])
         for a, b in zip(before, after, strict=True):
             if a != b:
-                return difference(a, b)
+                return difference(a, b, path)
     if before == after:
         return "a Python value that the step reads changes between steps"
-    return f"an argument varies ({before!r}, then {after!r})"
+    what = f"the argument {path}" if path else "an argument"
+    if isinstance(before, tuple) and isinstance(after, tuple):
+        return f"{what} has {len(before)} entries, then {len(after)}"
+    return f"{what} varies ({before!r}, then {after!r})"

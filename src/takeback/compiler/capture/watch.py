@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from takeback.compiler.capture.assumptions import Assumptions, NumberPlace, TensorPlace
+from takeback.compiler.capture.assumptions import Assumptions, TensorPlace, Varying
 from takeback.compiler.capture.hooks import GLOBAL_HOOKS
 from takeback.compiler.capture.subject import Subject
 
@@ -26,9 +26,9 @@ class Watch:
         self._pinned = [(i, t) for i, t in enumerate(leaves) if id(t) in reachable]
         self._hooked = [t for t in watched.values() if t.requires_grad and t.is_leaf]
 
-    def numbers_changed(self, leaves: Sequence[torch.Tensor]) -> tuple[NumberPlace, ...]:
-        """The numbers that are others now, if nothing else has changed that the plan assumes."""
-        return self._assumptions.numbers_changed() if self._tensors_change(leaves) is None else ()
+    def varying(self, leaves: Sequence[torch.Tensor]) -> Varying:
+        """The numbers and values of the batch that are others now, if nothing else has changed."""
+        return self._assumptions.varying() if self._tensors_change(leaves) is None else Varying()
 
     def change(self, leaves: Sequence[torch.Tensor]) -> str | None:
         """None while the plan may be used; else what is different."""

@@ -5,6 +5,9 @@ the third on plans are earned. At the beginning all of them together may take as
 the first take no more than a twentieth of the time that steps have taken. A batch that is larger than all that are
 planned decides how much memory the training takes: for those it is a quarter. Generated kernels for further shapes take
 no more than a tenth.
+
+A plan is made at once, too, where something that the step is given or reads has changed, unless the last few that were
+made for that have not been used: then the next one is earned as well.
 """
 
 from __future__ import annotations
@@ -25,7 +28,15 @@ _BYTES_PER_OP = 4096  #: what a plan takes in Python objects and tensors over th
 _SHARE_OF_MEMORY = 0.02
 _FEWEST = 8
 
+_UNUSED = 3  #: plans that were made because something had changed, and that have not been used since
+_CHANGES = 16  #: that are planned at once, even if each plan is used
+USES = 8  #: of a plan, until it has been worth its time
+
 NOT_EARNED = "their shapes are new, and steps have not taken long enough yet to earn one more plan"
+KEEPS_CHANGING = (
+    "what they are given or read besides tensors keeps changing, and steps have not taken long enough yet to earn one "
+    "more plan"
+)
 NO_ROOM = "their shapes are new, and all plans that there is room for (max_plans) are in use"
 
 
@@ -40,6 +51,8 @@ class Earnings:
     plans_s: float = 0.0  #: but for the first
     first_s: float | None = None
     kernels_s: float = 0.0  #: those of further shapes
+    changes: int = 0  #: plans that were made because something had changed
+    unused: int = 0  #: of those
     _warned: bool = False
 
     def spent_(self, seconds: float, *, on_plan: bool) -> None:
@@ -64,6 +77,22 @@ class Earnings:
         if self.plans_s <= self.steps_s * (_SHARE_FOR_LARGEST if largest else _SHARE):
             return None
         return NOT_EARNED
+
+    def waits_for_change(self) -> str | None:
+        """Why a step is not planned of which something has changed that no plan is for; None if it is."""
+        if (self.unused < _UNUSED and self.changes < _CHANGES) or self.plans_s <= self.steps_s * _SHARE:
+            return None
+        return KEEPS_CHANGING
+
+    def changed_(self) -> None:
+        """A plan was made because something had changed."""
+        self.changes += 1
+        self.unused += 1
+
+    def used_(self, uses: int) -> None:
+        """Such a plan was used, for so many times now."""
+        if uses == USES:
+            self.unused = max(0, self.unused - 1)
 
     def affords(self, seconds: float) -> bool:
         """Whether a search that takes so long, for a better plan of a larger batch, is worth its time."""

@@ -15,9 +15,10 @@ import torch
 
 from takeback.compiler.capture import subject as subjects
 from takeback.compiler.capture.accumulation import finish_microbatch
-from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.assumptions import Varying
 from takeback.compiler.capture.drawers import Drawers
 from takeback.compiler.capture.finish import Finished, check_early, finish_program, in_one_kernel, why_own_steps
+from takeback.compiler.capture.given import parameters_of
 from takeback.compiler.capture.numbers import bound, numbers_of
 from takeback.compiler.capture.optimizers import Optimizers
 from takeback.compiler.capture.record_step import Capture, capture
@@ -58,6 +59,7 @@ from takeback.compiler.run.transaction import Transaction
 from takeback.options import Options, cache_dir, compiler, keeps_plans, open_cache
 from takeback.progress import Doing, Work
 
+_NOTHING = Varying()
 _SEARCH_S_PER_OP = 1e-3  #: about, where it is not known what a search takes: it was made by an earlier process
 _WORSE = 0.05  #: by this part a choice may save less for other shapes before a new one is searched for
 _ADDS = "this plan is of a microbatch: each gradient is added to what waits in .grad as soon as it is complete"
@@ -100,6 +102,8 @@ class PlanMaker:
         self.affords: Callable[[float], bool] = lambda seconds: True  #: whether a search of so many seconds is worth it
         self.affords_kernels: Callable[[float], bool] = lambda seconds: True  #: the same of kernels
         self.drawers = Drawers()
+        self.given: dict[str, object] = {}  #: what the call has besides tensors
+        self.arguments = parameters_of(recipe.loss_fn)
         self.microbatch_recipe = replace(recipe, clip_norm=None, updates=False)
 
     def start(self, what: str) -> Work:
@@ -129,12 +133,14 @@ class PlanMaker:
             updates=updates,
             drawers=self.drawers,
             exact=not self.fast,
+            given=self.given,
+            arguments=self.arguments,
         )
 
     def recorded(
-        self, subject: Subject, measure: Measure, numbers: Sequence[NumberPlace] = (), kin: Sequence[Plan] = ()
+        self, subject: Subject, measure: Measure, varying: Varying = _NOTHING, kin: Sequence[Plan] = ()
     ) -> RecordedStep:
-        """A recording that is about to be made. `numbers` are traced. `kin` are plans for other shapes."""
+        """A recording that is about to be made. What is `varying` is traced. `kin` are plans for other shapes."""
         return RecordedStep(
             subject,
             self.recipe if subject.updates else self.microbatch_recipe,
@@ -146,7 +152,7 @@ class PlanMaker:
             in_one_piece=self.home is Home.ARENA,
             revocable=self.options.has_target,  # the plan may turn out impossible when the step has been made
             proofs=ProvedRecordings(open_cache() if keeps_plans() else None),
-            numbers=numbers,
+            varying=varying,
             kin=kin,
             work=self.work,
         )
@@ -204,7 +210,7 @@ class PlanMaker:
             outline=outline,
             batch_elements=sum(leaf.numel() for leaf in leaves),
             recorded=got.program,
-            kin=got.kin if not numbers else None,  # what such a plan does not watch, a sibling's must
+            kin=got.kin if not got.assumptions.leaves_out else None,  # what it does not watch, a sibling's must
             family=family,
             is_sibling=not searched,
             rehearsals=0 if searched or took_over else 1,
@@ -396,12 +402,13 @@ def _names(subject: Subject) -> tuple[str, ...]:
     return tuple(subject.names[id(p)] for p in subject.parameters)
 
 
-def reading_anew(got: Capture, older: Plan, numbers: Sequence[NumberPlace]) -> Capture | None:
-    """The recording with these numbers read anew in each step; None where it does more than compute with them."""
+def reading_anew(got: Capture, older: Plan, varying: Varying) -> Capture | None:
+    """The recording with these numbers read anew in each step, and whatever the values of the batch are; None where it
+    does more than compute with the ones, or reads one of the others."""
     if got.trace is None:
         return None
-    program = bound(got.program, got.trace, older.original, [place.then for place in numbers])
+    program = bound(got.program, got.trace, older.original, [place.then for place in varying.numbers])
     if program is None:
         return None
-    got.assumptions.leave_out_(numbers, got.trace.values)
+    got.assumptions.leave_out_(varying, got.trace.values)
     return replace(got, program=program)

@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from takeback.compiler.capture.aside import Aside
-from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.assumptions import Varying
 from takeback.compiler.capture.excerpt import Excerpt
 from takeback.compiler.capture.finish import Finished
 from takeback.compiler.capture.kin import Kin
@@ -95,6 +95,7 @@ class Plan:
     unsampled: str | None = None  #: why its replays are not compared with eager's forward from time to time
     made_for: str = ""  #: the batch it was recorded with, in words
     spent: Spent = field(default_factory=Spent)  #: on making it
+    for_change: bool = False  #: it was made because something that is given or read was another thing
     foreseen: Foreseen | None = None  #: how it was made, if the whole batch was not recorded
     for_objects: bool = False  #: its key holds objects of the batch that are compared by identity
 
@@ -201,15 +202,11 @@ class PlanCache(Sequence[Plan]):
         before it may have changed that."""
         return tuple(plan for plan in self._plans if plan.key == key)
 
-    def but_for_numbers(
-        self, key: Hashable, leaves: Sequence[torch.Tensor]
-    ) -> tuple[Plan | None, Sequence[NumberPlace]]:
-        """A plan that could be used but for numbers that the user has changed, and where they are."""
-        for plan in self.under(key):
-            numbers = plan.watch.numbers_changed(leaves)
-            if numbers:
-                return plan, numbers
-        return None, ()
+    def but_for_values(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan | None, Varying]:
+        """A plan that could be used but for numbers that the user has changed, or values of the batch, and where they
+        are: the one with the fewest."""
+        found = [(plan, varying) for plan in self.under(key) if (varying := plan.watch.varying(leaves))]
+        return min(found, key=lambda each: len(each[1].given) + len(each[1].numbers), default=(None, Varying()))
 
     def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan, ...]:
         """Of those for other shapes one of each family, the one used last, if nothing else has changed since it was

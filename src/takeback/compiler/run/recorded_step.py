@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from takeback.compiler.capture.assumptions import NumberPlace
+from takeback.compiler.capture.assumptions import Varying
 from takeback.compiler.capture.leaks import disarm_
 from takeback.compiler.capture.record_step import Capture, Recordings, capture
 from takeback.compiler.capture.scaling import Scaling
@@ -53,7 +53,7 @@ class RecordedStep:
     revocable: bool
 
     proofs: ProvedRecordings = field(default_factory=lambda: ProvedRecordings(None))
-    numbers: Sequence[NumberPlace] = ()  #: to be traced
+    varying: Varying = field(default_factory=Varying)  #: to be traced
     kin: Sequence[Plan] = ()  #: of the same step for other shapes, one of each family
     once: bool = False  #: a step that keeps something the first time it runs is refused
     work: Work = field(default_factory=lambda: Work(""))  #: is told what is being done
@@ -126,7 +126,7 @@ class RecordedStep:
             *batch,
             recording=self.recording,
             on_abort=on_abort,
-            numbers=self.numbers,
+            varying=self.varying,
             kin=kin,
             took_=vigil.took_ if vigil is not None else None,
             once=self.once,
