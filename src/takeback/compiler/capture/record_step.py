@@ -592,7 +592,8 @@ def _run(
             root = part if scaling is None else scaling.scale(part)
             recorder.phase = Phase.BACKWARD
             foreign |= _backward(root, subject, leaves)
-            drop_(tensors_of((part_args, part_kwargs)), recorder.grads_read, recorder.read_before)
+            held = batch if parted.count == 1 else tensors_of((part_args, part_kwargs))
+            drop_(held, recorder.grads_read, recorder.read_before)
             detached = part.detach()
             total = detached if total is None else total + detached
             del loss, out, part, root, leaves

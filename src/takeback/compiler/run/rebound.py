@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,6 +73,7 @@ class Rebound:
         self._places: dict[Place, _StoodIn] = {}
         self._never: set[Place] = set()
         self._in_a_row: collections.Counter[Place] = collections.Counter()
+        self._last: dict[Place, weakref.ref[torch.Tensor]] = {}  #: what was counted there
         self._swaps: list[_Swap] = []  #: of the call under way
 
     @property
@@ -83,6 +85,7 @@ class Rebound:
     def steady(self) -> None:
         """A plan could be used."""
         self._in_a_row.clear()
+        self._last.clear()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -147,6 +150,10 @@ class Rebound:
     def outdated_(self, plan: Plan, leaves: Sequence[torch.Tensor]) -> None:
         """This plan does not hold: from now on something may stand in for what was replaced."""
         for at in plan.watch.displaced():
+            now, last = at.read(), self._last.get(at.place)
+            if not isinstance(now, torch.Tensor) or (last is not None and last() is now):
+                continue  # steps ran plainly since
+            self._last[at.place] = weakref.ref(now)
             self._in_a_row[at.place] += 1
             known = at.place in self._never or at.place in self._places
             if self._in_a_row[at.place] < _TIMES or known or len(self._places) == _MOST_PLACES:
