@@ -311,9 +311,9 @@ def test_what_stands_there_between_steps_is_the_users_also_after_an_error() -> N
 def test_one_that_is_replaced_now_and_then_is_not_stood_in_for() -> None:
     """A data set may lie there: a copy of it would take its memory again."""
     pair = Pair(attribute, of_real)
-    for number in range(STEPS):
+    for number in range(4):
         pair.advance(number)
-        for _ in range(2):
+        for _ in range(12):
             pair.step()
             eager_step(pair.eager.net, of_real(pair.eager), pair.eager.optimizer, ())
     assert not list(pair.step._rebound.tensors)

@@ -100,9 +100,7 @@ class _ValuePlace:
     path: str
 
     def read(self) -> Any:
-        if self.is_attribute:
-            return _get(self.container, self.key)
-        return dict.get(self.container, self.key) if _is(self.container, dict) else self.container[self.key]
+        return (_get if self.is_attribute else _get_item)(self.container, self.key)
 
     def write_(self, value: Any) -> None:
         if self.is_attribute:
