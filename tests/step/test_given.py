@@ -117,6 +117,36 @@ def test_what_the_step_does_not_read_needs_one_more_recording_and_no_plan(case: 
     assert (len(step._plans), recordings(step), step.counts.plain) == (1, 2, 0)
 
 
+def halved(batch: Any) -> Tensor:
+    """As code does that walks through containers of certain types, such as a pytree's."""
+    return (batch["x"] * 0.5 if type(batch) is dict else batch["x"]) + 0
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_code_that_asks_for_the_type_of_a_dict_finds_the_users(drops: bool) -> None:
+    """The recording with what stands for it is another step: it is taken back, random numbers and buffers too."""
+
+    def loss(m: nn.Module, b: Any) -> Tensor:
+        return m(torch.dropout(halved(b), 0.5, drops)).square().mean()
+
+    def batch(i: int) -> dict[str, Any]:
+        torch.manual_seed(100 + i)  # of the twin's step and of ours alike
+        return {"x": x(i), "id": i}
+
+    model, twin = (nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizer, theirs = (torch.optim.AdamW(each.parameters(), 0.05) for each in (model, twin))
+    step = tb.compile_step(model, loss, optimizer, memory="keep")
+    for i in range(8):
+        given = batch(i)
+        step(given)
+        theirs.zero_grad()
+        loss(twin, batch(i)).backward()
+        theirs.step()
+        for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+            assert torch.equal(a, b), i
+
+
 class AttributeDict:
     def __init__(self, table: dict[str, Any]) -> None:
         self.__dict__ = table

@@ -44,6 +44,7 @@ from takeback.compiler.capture.ran import (
     origin_of_class,
     origin_of_module,
 )
+from takeback.compiler.program import Program
 from takeback.options import environment
 
 #: Compared by value. Of subclasses only these types' own: an object with attributes of its own is looked into.
@@ -133,6 +134,7 @@ class Varying:
 
     numbers: tuple[NumberPlace, ...] = ()
     given: tuple[str, ...] = ()  #: paths of values of the batch
+    of: Program | None = None  #: as it was recorded for that plan
 
     def __bool__(self) -> bool:
         return bool(self.numbers or self.given)

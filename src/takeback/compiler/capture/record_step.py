@@ -45,6 +45,7 @@ from takeback.compiler.capture.moved_data import ParameterData
 from takeback.compiler.capture.numbers import (
     Trace,
     TracedNumber,
+    bound,
     check_out,
     handed,
     may_be_looked_at,
@@ -500,6 +501,13 @@ def _attempt(
             exact=subject.exact,
             replaced=subject.replaced,
         )
+
+        def take_back_() -> None:
+            recorder.rewind_()
+            put_holders_back_(subject.derived)
+            for p in subject.parameters:
+                p.grad = None
+
         stack.enter_context(as_before(batch, but=recorder.read_before))
         on_abort(recorder.rewind_)
         reads = Reads(recorder) if real else contextlib.nullcontext()
@@ -513,10 +521,7 @@ def _attempt(
                 check_out(ran.aux, trace)
         except BaseException as error:
             be_off_function_stack_(reads, products, hots)
-            recorder.rewind_()
-            put_holders_back_(subject.derived)
-            for p in subject.parameters:
-                p.grad = None
+            take_back_()
             if isinstance(error, RunsOtherwiseFirst):
                 raise _KeptState(str(error), within=look().within, otherwise_first=True) from None
             raise
@@ -527,7 +532,18 @@ def _attempt(
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
     shown = trace.asked or numbers.met or may_be_looked_at(onlooker.seen, varying.numbers)
     read = dicts.met or not all(call.is_unread(path, onlooker.seen) for path in varying.given)
-    return got if shown or read else replace(got, trace=trace)
+    if call.stand_ins and (shown or read or not _as_before(got.program, trace, varying)):
+        # Code that asks for a dict's very type may compute something else with what stands for one.
+        take_back_()
+        data.put_back_()
+        raise CaptureError("the step is not the one before with other values: it is recorded with the user's own")
+    return replace(got, trace=trace) if varying and not (shown or read) else got
+
+
+def _as_before(program: Program, trace: Trace, varying: Varying) -> bool:
+    """Whether a recording with what stands for the values of the batch is, but for these, the one before."""
+    then = [place.then for place in varying.numbers]
+    return varying.of is not None and bound(program, trace, varying.of, then) is not None
 
 
 class _Attributes:

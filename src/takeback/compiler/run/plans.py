@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any, overload
 
@@ -205,7 +205,11 @@ class PlanCache(Sequence[Plan]):
     def but_for_values(self, key: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan | None, Varying]:
         """A plan that could be used but for numbers that the user has changed, or values of the batch, and where they
         are: the one with the fewest."""
-        found = [(plan, varying) for plan in self.under(key) if (varying := plan.watch.varying(leaves))]
+        found = [
+            (plan, replace(varying, of=plan.original))
+            for plan in self.under(key)
+            if (varying := plan.watch.varying(leaves))
+        ]
         return min(found, key=lambda each: len(each[1].given) + len(each[1].numbers), default=(None, Varying()))
 
     def kin(self, outline: Hashable, leaves: Sequence[torch.Tensor]) -> tuple[Plan, ...]:
