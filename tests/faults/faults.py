@@ -666,6 +666,16 @@ FAULTS: tuple[PlantedFault, ...] = (
         ("tests/step/test_given.py::test_an_entry_that_decides_later_is_never_missed[[]]",),
     ),
     PlantedFault(
+        "given: what is read where nobody looks on counts as unread",
+        "compiler/capture/record_step.py",
+        "    past = looks_past(onlooker.seen)\n",
+        "    past = False\n",
+        (
+            "tests/step/test_given.py::test_an_entry_that_decides_later_is_never_missed[a dict's own get]",
+            "tests/step/test_given.py::test_a_parameter_that_another_function_looks_up_in_the_frame_is_read",
+        ),
+    ),
+    PlantedFault(
         "given: a step that is another one with a watched dict is kept",
         "compiler/capture/record_step.py",
         "    if call.stand_ins and (shown or read or not _as_before(got.program, trace, varying)):\n",

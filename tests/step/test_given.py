@@ -12,6 +12,7 @@ import logging
 import math
 import math as m
 import operator
+import sys
 import types
 from collections.abc import Callable
 from math import floor
@@ -171,7 +172,12 @@ class Held:
     batch: Any = None
 
 
+get_of_dict = dict.get
+
 READS_OF_A_DICT: dict[str, Callable[[Any], int]] = {
+    "a dict's own get": lambda b: dict.get(b, "id"),  # type: ignore[return-value]
+    "a dict's own values": lambda b: list(dict.values(b))[1],
+    "a dict's own get by another name": lambda b: get_of_dict(b, "id"),  # type: ignore[return-value]
     "[]": lambda b: b["id"],
     "another text that equals": lambda b: b[Lookup("id")],
     "get": lambda b: b.get("id", 0),
@@ -210,7 +216,19 @@ def test_an_entry_that_decides_later_is_never_missed(way: str) -> None:
     assert recordings(step) > 2
 
 
+def of_the_caller() -> int:
+    return int(sys._getframe(1).f_locals["number"])
+
+
+def test_a_parameter_that_another_function_looks_up_in_the_frame_is_read() -> None:
+    def loss(m: nn.Module, x: Tensor, number: int) -> Tensor:
+        return base(m, x) * (2 if of_the_caller() >= FROM else 1)
+
+    assert_right(loss, lambda i: (x(i), i), steps=8)
+
+
 READS_OF_AN_OBJECT: dict[str, Callable[[Any], int]] = {
+    "past what it makes of attributes": lambda b: object.__getattribute__(b, "id"),
     "attribute": lambda b: b.id,
     "getattr": lambda b: getattr(b, "".join("id")),
     "attrgetter": lambda b: operator.attrgetter("id")(b),

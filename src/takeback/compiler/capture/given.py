@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import dis
 import inspect
+import itertools
 import sys
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ NUMBERS = (float, np.float64)  #: what can be read anew in each step
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MOST_GIVEN = 1000  #: of one batch: more are data, and part of the key
 _WHOLE = frozenset(("__dict__", "__reduce__", "__reduce_ex__", "__getstate__", EVERYTHING))
+_PAST = frozenset(("__getattribute__", "_getframe", "currentframe", "f_locals", "f_back", "getmembers_static"))
 _LOOKS_AT_LOCALS = frozenset(("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe", "inspect"))
 
 
@@ -249,6 +251,26 @@ class WatchedCall:
             if any(path == f"{where}.{name}" for name in names):
                 return False
         return True
+
+
+def looks_past(seen: Seen) -> bool:
+    """Whether code of the user's ran that may have read a value where nobody looks on: by a dict's own methods, past
+    what an object makes of attributes, or in the variables of another function."""
+    if not _PAST.isdisjoint(seen.names["user"]):
+        return True
+    return any(_asks_dict_itself(code, globals_) for code, globals_ in seen.users_code())
+
+
+def _asks_dict_itself(code: types.CodeType, globals_: Mapping[str, Any]) -> bool:
+    """`dict.get(batch, "id")`, also under another name."""
+    kinds = (types.MethodDescriptorType, types.WrapperDescriptorType)
+    named = (globals_.get(name) for name in code.co_names)
+    if any(isinstance(each, kinds) and each.__objclass__ is dict for each in named):
+        return True
+    return "dict" in code.co_names and any(
+        one.argval == "dict" and one.opname.startswith("LOAD") and other.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        for one, other in itertools.pairwise(dis.get_instructions(code))
+    )
 
 
 def _references(values: Sequence[object]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ from takeback.compiler.capture.derived import (
 from takeback.compiler.capture.drawers import Drawer, Learner
 from takeback.compiler.capture.drawn import Calls
 from takeback.compiler.capture.eager_products import EagerProducts
-from takeback.compiler.capture.given import WatchedCall, handed_dicts, watched_call
+from takeback.compiler.capture.given import WatchedCall, handed_dicts, looks_past, watched_call
 from takeback.compiler.capture.kin import Kin
 from takeback.compiler.capture.leaks import tripwires
 from takeback.compiler.capture.loss import Leaves, check_loss, leaves_of, split_loss
@@ -531,7 +531,8 @@ def _attempt(
     got = _finish(subject, recorder, look, ran, log.events if log is not None else (), buffers, data, real)
     got = replace(got, notes=(*got.notes, *notes_of(onlooker.seen), *calls.notes()))
     shown = trace.asked or numbers.met or may_be_looked_at(onlooker.seen, varying.numbers)
-    read = dicts.met or not all(call.is_unread(path, onlooker.seen) for path in varying.given)
+    past = looks_past(onlooker.seen)
+    read = dicts.met or not all(call.is_unread(path, onlooker.seen) and not past for path in varying.given)
     if call.stand_ins and (shown or read or not _as_before(got.program, trace, varying)):
         # Code that asks for a dict's very type may compute something else with what stands for one.
         take_back_()
