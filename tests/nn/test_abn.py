@@ -1359,7 +1359,7 @@ def operators() -> set[str]:
     """Those of takeback.nn: the compiler's own are made by a recording, and seen by nobody else."""
     names = torch._C._dispatch_get_all_op_names()
     found = {name.removeprefix("takeback::") for name in names if name.startswith("takeback::")}
-    return found - {"drawn", "sum_of_indexed", "sum_of_masked", "sum_of_gathered"}
+    return found - {"classes", "drawn", "sum_of_indexed", "sum_of_masked", "sum_of_gathered"}
 
 
 def operator_cases() -> Iterator[tuple[str, tuple[Any, ...]]]:
