@@ -661,8 +661,8 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "given: a recording in which nothing was watched says that nothing was read",
         "compiler/capture/record_step.py",
-        "    return replace(got, trace=trace) if varying and not (shown or read) else got\n",
-        "    return replace(got, trace=trace) if not (shown or read) else got\n",
+        "    return replace(got, trace=trace) if varying else got\n",
+        "    return replace(got, trace=trace)\n",
         ("tests/step/test_given.py::test_an_entry_that_decides_later_is_never_missed[[]]",),
     ),
     PlantedFault(
@@ -678,7 +678,7 @@ FAULTS: tuple[PlantedFault, ...] = (
     PlantedFault(
         "given: a step that is another one with a watched dict is kept",
         "compiler/capture/record_step.py",
-        "    if call.stand_ins and (shown or read or not _as_before(got.program, trace, varying)):\n",
+        "    if varying and (shown or read or not _as_before(got.program, trace, varying)):\n",
         "    if False:\n",
         ("tests/step/test_given.py::test_code_that_asks_for_the_type_of_a_dict_finds_the_users[False]",),
     ),

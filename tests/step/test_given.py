@@ -216,6 +216,23 @@ def test_an_entry_that_decides_later_is_never_missed(way: str) -> None:
     assert recordings(step) > 2
 
 
+LOOKS_AT_A_FLOAT: dict[str, Callable[[float], Any]] = {
+    "a text": lambda weight: float("%.0f" % weight),
+    "its type": lambda weight: 2 if type(weight) in (float, np.float64) else weight,
+    "a tensor of its dtype": lambda weight: torch.tensor(weight),
+    "rounded": lambda weight: 1 + round(weight),
+    "compared": lambda weight: 2 if 0.3 < weight < 0.8 else 1,
+}
+
+
+@pytest.mark.parametrize("kind", [float, np.float64])
+@pytest.mark.parametrize("way", LOOKS_AT_A_FLOAT)
+def test_what_a_step_makes_of_a_float_besides_computing_with_it(way: str, kind: type[float]) -> None:
+    look = LOOKS_AT_A_FLOAT[way]
+    weights = (0.1, 0.2, 0.3, 0.4, 0.45, 0.7, 0.8, 0.3, 1.2)
+    assert_right(lambda m, x, weight: base(m, x) * look(weight), lambda i: (x(i), kind(weights[i])), steps=9)
+
+
 def of_the_caller() -> int:
     return int(sys._getframe(1).f_locals["number"])
 

@@ -10,6 +10,8 @@ stays an assumption.
 from __future__ import annotations
 
 import contextlib
+import dis
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +40,8 @@ _OPERAND_OF = frozenset(
 )
 #: Code that mentions these may look at a number where it cannot tell.
 _OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
-_LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath"))
+_LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath", "type", "__class__"))
+_LOOKS_AT_NUMPYS = frozenset(("tensor", "as_tensor", "asarray"))  #: which give a tensor of the number's own dtype
 
 
 @dataclass
@@ -158,22 +161,33 @@ def may_be_looked_at(seen: Seen, places: Sequence[NumberPlace]) -> bool:
     code it is told by `handed`."""
     names = {place.key for place in places if isinstance(place.key, str)}
     unnamed = any(not isinstance(place.key, str) for place in places)
+    of_numpy = any(isinstance(place.then, np.float64) for place in places)
     return any(
-        (unnamed or not names.isdisjoint(mentioned(code))) and _looks(code, table)
+        (unnamed or not names.isdisjoint(mentioned(code))) and _looks(code, table, of_numpy=of_numpy)
         for code, table in seen.users_code()
         if places
     )
 
 
+@functools.cache
+def _formats(code: CodeType) -> bool:
+    """Whether it writes numbers into a text with `%`."""
+    texts = any(isinstance(each, str) and "%" in each for each in code.co_consts)
+    return texts and any(i.opname == "BINARY_OP" and i.argrepr == "%" for i in dis.get_instructions(code))
+
+
 def handed(trace: Trace) -> Handed:
     """Notes where a traced number comes to code that can look at it unseen. An object in whose `__dict__` one was put
     has it under a name, and code that asks for it mentions that."""
-    return Handed(TracedNumber, _looks, {id(place.container) for place in trace.places})
+    looks = functools.partial(_looks, of_numpy=trace.of_numpy)
+    return Handed(TracedNumber, looks, {id(place.container) for place in trace.places})
 
 
-def _looks(code: CodeType, table: Mapping[str, Any]) -> bool:
-    """Whether code may call a function of C that takes the value of a float without asking for it."""
-    if not _LOOKS.isdisjoint(mentioned(code)):
+def _looks(code: CodeType, table: Mapping[str, Any], *, of_numpy: bool) -> bool:
+    """Whether code may call a function of C that takes the value of a float without asking for it, or ask for its type.
+    `of_numpy`: the float is numpy's."""
+    names = mentioned(code)
+    if not _LOOKS.isdisjoint(names) or (of_numpy and not _LOOKS_AT_NUMPYS.isdisjoint(names)) or _formats(code):
         return True
     met = [table[name] for name in code.co_names if name in table]
     homes = [v.__name__ if type(v) is ModuleType else v.__module__ for v in met if issubclass(type(v), _OF_A_MODULE)]

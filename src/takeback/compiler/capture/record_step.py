@@ -533,12 +533,12 @@ def _attempt(
     shown = trace.asked or numbers.met or may_be_looked_at(onlooker.seen, varying.numbers)
     past = looks_past(onlooker.seen)
     read = dicts.met or not all(call.is_unread(path, onlooker.seen) and not past for path in varying.given)
-    if call.stand_ins and (shown or read or not _as_before(got.program, trace, varying)):
-        # Code that asks for a dict's very type may compute something else with what stands for one.
+    if varying and (shown or read or not _as_before(got.program, trace, varying)):
+        # Code that asks for the very type of a dict, or of a number, computes something else with what stands for one.
         take_back_()
         data.put_back_()
         raise CaptureError("the step is not the one before with other values: it is recorded with the user's own")
-    return replace(got, trace=trace) if varying and not (shown or read) else got
+    return replace(got, trace=trace) if varying else got
 
 
 def _as_before(program: Program, trace: Trace, varying: Varying) -> bool:
