@@ -217,7 +217,7 @@ def test_an_entry_that_decides_later_is_never_missed(way: str) -> None:
 
 
 LOOKS_AT_A_FLOAT: dict[str, Callable[[float], Any]] = {
-    "a text": lambda weight: float("%.0f" % weight),
+    "a text": lambda weight: float("%.0f" % weight),  # noqa: UP031  what it is about
     "its type": lambda weight: 2 if type(weight) in (float, np.float64) else weight,
     "a tensor of its dtype": lambda weight: torch.tensor(weight),
     "rounded": lambda weight: 1 + round(weight),
