@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 import takeback as tb
-from takeback.compiler.capture.own_thread import watching
+from takeback.compiler.capture import own_thread
+from takeback.compiler.capture.own_thread import OwnThread, watching
 
 
 @contextlib.contextmanager
@@ -124,3 +125,22 @@ def test_numpy_s_stream_is_not_changed_by_watching() -> None:
     found.append(np.random.rand())
     assert found == expected
     assert type(np.random.get_bit_generator()) is np.random.MT19937
+
+
+def test_a_watch_that_an_interrupt_has_left_behind_is_taken_away_by_the_next() -> None:
+    """Ctrl-C may strike once it is there, and before it is known how to take it away."""
+    take_away = own_thread._watch_numpy_(OwnThread())
+    assert type(np.random.get_bit_generator()) is not np.random.MT19937
+    try:
+        np.random.seed(5)
+        expected = [np.random.randn() for _ in range(3)]
+        np.random.seed(5)
+        found = [np.random.randn()]
+        with thread_that(lambda: None), watching(torch.device("cpu")) as own:
+            assert own.exact_numpy
+            found.append(np.random.randn())
+            assert own.drew_numpy
+        assert type(np.random.get_bit_generator()) is np.random.MT19937
+        assert [*found, np.random.randn()] == expected
+    finally:
+        take_away()

@@ -78,7 +78,8 @@ def _watch_numpy_(own: OwnThread) -> Callable[[], None]:
     """Puts a lock that tells on its takers around numpy's; returns what takes it away again."""
     numpy = sys.modules.get("numpy")
     known = getattr(getattr(numpy, "random", None), "get_bit_generator", None)  # numpy 1.24
-    real: Any = known() if known is not None else None
+    found: Any = known() if known is not None else None
+    real = getattr(found, "watched", found)  # Ctrl-C on the way in may have left a spy there
     if numpy is None or type(real) is not numpy.random.MT19937:
         return lambda: None
     exchange = numpy.random
@@ -118,6 +119,7 @@ def _spy_on(real: Any, note: Callable[[], None]) -> Any:
     telling = _TellingLock(real.lock, note)
 
     class Spy(type(real)):  # type: ignore[misc]  # numpy looks whether it is a MT19937
+        watched = real
         capsule = property(lambda self: real.capsule)
         lock = property(lambda self: telling)
         state = property(lambda self: real.state, lambda self, state: setattr(real, "state", state))
