@@ -233,6 +233,15 @@ def test_what_a_step_makes_of_a_float_besides_computing_with_it(way: str, kind: 
     assert_right(lambda m, x, weight: base(m, x) * look(weight), lambda i: (x(i), kind(weights[i])), steps=9)
 
 
+def test_code_that_asks_for_a_devices_type_does_not_look_at_floats() -> None:
+    def loss(m: nn.Module, x: Tensor, weight: float) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return base(m, x) * weight
+
+    step = assert_right(loss, lambda i: (x(i), 0.25 + 0.1 * i))
+    assert (len(step._plans), recordings(step)) == (1, 2)
+
+
 def of_the_caller() -> int:
     return int(sys._getframe(1).f_locals["number"])
 

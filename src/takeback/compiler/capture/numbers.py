@@ -24,7 +24,7 @@ import torch
 from takeback.compiler.capture.assumptions import NumberPlace
 from takeback.compiler.capture.batch import map_leaves
 from takeback.compiler.capture.handed import Handed
-from takeback.compiler.capture.ran import Seen, mentioned, origin_of_file
+from takeback.compiler.capture.ran import Seen, globals_named, mentioned, origin_of_file
 from takeback.compiler.program import Argument, BufferId, Cluster, Number, Op, Phase, Program, Region, Special
 from takeback.errors import CaptureError
 
@@ -40,7 +40,7 @@ _OPERAND_OF = frozenset(
 )
 #: Code that mentions these may look at a number where it cannot tell.
 _OF_A_MODULE = (ModuleType, BuiltinFunctionType, FunctionType, type, np.ufunc, type(np.clip))
-_LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath", "type", "__class__"))
+_LOOKS = frozenset(("math", "np", "numpy", "struct", "ctypes", "decimal", "cmath", "__class__"))
 _LOOKS_AT_NUMPYS = frozenset(("tensor", "as_tensor", "asarray"))  #: which give a tensor of the number's own dtype
 
 
@@ -187,6 +187,8 @@ def _looks(code: CodeType, table: Mapping[str, Any], *, of_numpy: bool) -> bool:
     """Whether code may call a function of C that takes the value of a float without asking for it, or ask for its type.
     `of_numpy`: the float is numpy's."""
     names = mentioned(code)
+    if "type" in globals_named(code):  # the function, and no `device.type`
+        return True
     if not _LOOKS.isdisjoint(names) or (of_numpy and not _LOOKS_AT_NUMPYS.isdisjoint(names)) or _formats(code):
         return True
     met = [table[name] for name in code.co_names if name in table]
